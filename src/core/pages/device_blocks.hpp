@@ -46,9 +46,9 @@ class DeviceBlocks {
   virtual Status copy(const BlockPool& pool, const std::int32_t* from, const std::int32_t* to, std::int64_t count,
                       Stream stream) const = 0;
   virtual Result<bool> take_non_finite(Stream stream) const = 0;  // waits
-  // Called for blocks with a tail only.
+  // Called for blocks with a tail or centres only.
   virtual Status begin_step(const StepTables& tables, Stream stream) const = 0;
-  virtual Result<std::int64_t> take_misses(Stream stream) const = 0;  // waits
+  virtual Result<std::int64_t> take_misses(Stream stream) const = 0;  // waits; for blocks with a tail only
   // `options`: complete. They, and this, outlive the plan.
   [[nodiscard]] virtual Result<std::unique_ptr<DeviceBlockPlan>> plan(const PagesPlanOptions& options) const = 0;
 };

@@ -42,23 +42,15 @@ void decode_blocks_share(void* context, int worker) {
       float centre[codec::kMaxHeadDim];
       const bool centred = !values && spec.is_centred();
       if (centred) {
-        run.kernels->centre({.of = CentreJob::Of::stored,
-                             .layout = &spec.encoded,
-                             .block = nullptr,
-                             .basis = {},
-                             .rows = {},
-                             .from = block,
-                             .centre = centre});
+        run.kernels->centre({.layout = &spec.encoded, .basis = {}, .rows = {}, .from = block, .centre = centre});
       }
       (values ? run.kernels->decode_v : run.kernels->decode_k)(
           {.side = values ? &spec.encoded.v : &spec.encoded.k,
            .head_dim = (values ? spec.encoded.v : spec.encoded.k).head_dim,
            .width = row_width(spec.config, values).values,
            .block = block,
-           .first = 0,
            .count = kPageTokens,
            .basis = (values ? spec.v_bases : spec.k_bases).at(0, 0),
-           .levels = nullptr,
            .centre = centred ? centre : nullptr,
            .rows = static_cast<std::byte*>(out.data) + element * static_cast<std::int64_t>(dtype_size(out.dtype)),
            .row_stride = out.stride[0],

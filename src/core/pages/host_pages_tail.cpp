@@ -38,7 +38,6 @@ void encode_block(const CopyEncode& e, const BlockPool& pool, const base::BlockT
                      .block = block,
                      .basis = job.basis,
                      .rows = job,
-                     .from = nullptr,
                      .centre = centre};
       if (from.what.is_first_page()) make.rows.count = codec::rows_of_centre(0);
       e.kernels->centre(make);

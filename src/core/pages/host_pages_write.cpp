@@ -76,7 +76,6 @@ bool store_run(const SlotWrite& w, const SlotRun& run, int head, bool values, co
                              .rows = w.row(run, values, i, head),
                              .row_stride = t.stride[0],
                              .basis = to.basis,
-                             .levels = nullptr,
                              .centre = to.centre,
                              .dtype = t.dtype,
                              .rounding = to.rounding,
@@ -91,8 +90,7 @@ bool store_run(const SlotWrite& w, const SlotRun& run, int head, bool values, co
 void find_centre(const SlotWrite& w, std::span<const SlotRun> runs, int head, std::byte* block, Dtype rounding,
                  float* centre) {
   const CacheSpec& spec = *w.spec;
-  CentreJob job{.of = CentreJob::Of::stored,
-                .layout = &spec.encoded,
+  CentreJob job{.layout = &spec.encoded,
                 .block = block,
                 .basis = spec.k_bases.at(0, 0),
                 .rows = {},

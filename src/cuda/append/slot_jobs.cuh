@@ -10,31 +10,36 @@ namespace kvant::cuda {
 struct SlotRun {
   std::int64_t block;
   int first, count;  // positions; none: another thread's, or not stored
-  // The first octet of those that are cleared; kOctets: none. The write that stores a block's first position clears
-  // what it does not store, because kernels load all tokens of a page, and these must decode to finite numbers.
-  int clear_octet;
+  // All behind is cleared. The write that stores a block's first position clears what it does not store, because
+  // kernels load all tokens of a page, and these must decode to finite numbers.
+  bool clears;
 };
+
+// The list in parts of 64 tokens.
+__device__ __forceinline__ std::int32_t chunks_of(const SlotList& list) {
+  return list.slots == nullptr ? 0 : (list.count + kPageTokens - 1) / kPageTokens;
+}
 
 // Whether token `at` belongs to the same run of slots as token i, which has `slot`.
 __device__ __forceinline__ bool follows(const SlotList& list, std::int32_t i, std::int64_t slot, std::int32_t at) {
   return at >= 0 && at < list.count && list.slots[at] == slot + (at - i);
 }
 
-// The run, or with kByOctet its part in an octet, that begins with token i; by a whole warp.
-template <bool kByOctet>
+// The run that begins with token i, or with kAlone the token of a run; by a whole warp.
+template <bool kAlone>
 __device__ __forceinline__ SlotRun find_run(const WriteParams& params, const SlotList& list, std::int32_t i) {
-  constexpr int kUnit = kByOctet ? kOctet : kPageTokens;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const std::int64_t slot = list.slots[i];
-  SlotRun run{slot / kPageTokens, static_cast<int>(slot % kPageTokens), 0, kOctets};
+  SlotRun run{slot / kPageTokens, static_cast<int>(slot % kPageTokens), 0, false};
   if (slot < 0) return run;
   if (slot >= list.places) {
     *params.non_finite = 1;
     return run;
   }
   const auto same_run = [&](std::int32_t at) { return follows(list, i, slot, at); };
-  if (run.first % kUnit != 0 && same_run(i - 1)) return run;
-  const int most = min(kUnit - run.first % kUnit, list.count - i);
+  if (!kAlone && run.first != 0 && same_run(i - 1)) return run;
+  const int most = kAlone ? 0 : min(kPageTokens - run.first, list.count - i);
+  run.count = kAlone ? 1 : 0;
   for (int from = 0; from < most; from += 32) {
     const unsigned others = __ballot_sync(~0u, from + lane >= most || !same_run(i + from + lane));
     const int more = others == 0 ? 32 : __ffs(static_cast<int>(others)) - 1;
@@ -42,36 +47,25 @@ __device__ __forceinline__ SlotRun find_run(const WriteParams& params, const Slo
     if (more < 32) break;
   }
   const int end = run.first + run.count;
-  const bool is_last = end < kPageTokens && !(kByOctet && same_run(i + run.count));
-  if (is_last && same_run(i - run.first)) run.clear_octet = (end - 1) / kOctet;
+  run.clears = end < kPageTokens && !same_run(i + run.count) && same_run(i - run.first);
   return run;
 }
 
 // The tokens of a block with a copy go there alone.
-__device__ __forceinline__ bool is_copied(const SlotList& list, const SlotRun& run) {
-  return list.copies.entries != nullptr && list.copies.find(static_cast<std::int32_t>(run.block)) >= 0;
+__device__ __forceinline__ bool is_copied(const SlotList& list, std::int64_t block) {
+  return list.copies.entries != nullptr && list.copies.find(static_cast<std::int32_t>(block)) >= 0;
 }
-
-// One side of a block from an octet of tokens on becomes zeros; by a team.
-template <class Shape>
-__device__ __forceinline__ void clear_octets(const codec::SideLayout& side, std::byte* block, int octet) {
-  const auto clear = [&](std::size_t offset, int bytes_of_octet) {  // multiples of 16
-    auto* at = reinterpret_cast<uint4*>(block + offset + static_cast<std::size_t>(octet * bytes_of_octet));
-    const int count = (kOctets - octet) * bytes_of_octet / 16;
-#pragma unroll 1
-    for (int i = thread_of_team<Shape>(); i < count; i += Shape::kTeamThreads) at[i] = uint4{};
-  };
-  // Planes, or dense rows; then scales.
-  const int planes = base::max(side.planes, 1);
-#pragma unroll 1
-  for (int i = 0; i < planes + side.groups; ++i) {
-    if (i < planes) {
-      clear(side.plane_offset[i],
-            side.planes == 0 ? kOctet * Shape::kD * side.element_bytes : Shape::kD * side.plane_bits[i]);
-    } else {
-      clear(side.scale_offset + static_cast<std::size_t>(i - planes) * kPageTokens * 2, kOctet * 2);
-    }
+// The first one of tokens [token, end) with which a run to encode begins; `end`: there is none. By a whole warp.
+__device__ __forceinline__ std::int32_t next_run_begin(const SlotList& list, std::int32_t token, std::int32_t end) {
+  for (; token < end; token += 32) {
+    const std::int32_t i = token + static_cast<std::int32_t>(threadIdx.x % 32);
+    const std::int64_t slot = i < end ? list.slots[i] : -1;
+    bool begins = slot >= 0 && (slot % kPageTokens == 0 || !follows(list, i, slot, i - 1));
+    begins = begins && (slot >= list.places || !is_copied(list, slot / kPageTokens));
+    const unsigned some = __ballot_sync(~0u, begins);
+    if (some != 0) return token + __ffs(static_cast<int>(some)) - 1;
   }
+  return end;
 }
 
 __device__ __forceinline__ PageJob slot_job(const WriteParams& params, const SlotRun& run, std::int32_t token, int head,
@@ -96,13 +90,29 @@ __device__ __forceinline__ void clear_padding(const PageJob& job) {
   if (at < layout.block_bytes) *reinterpret_cast<uint4*>(job.encoded + at) = uint4{};
 }
 
+// One side of `heads` heads from a token on becomes zeros, but for the codes of values in an octet that the token is
+// inside of. By a team.
 template <class Shape>
-__device__ __forceinline__ void clear_heads(const PageJob& job, int heads, int octet) {
-  if (octet >= kOctets) return;
+__device__ __forceinline__ void clear_behind(const PageJob& job, int heads, int token) {
+  const codec::SideLayout& side = job.layout(false);
+  const int of_codes = job.is_value && side.planes > 0 ? (token + kOctet - 1) / kOctet * kOctet : token;
+#pragma unroll 1
   for (int head = 0; head < heads; ++head) {
-    clear_octets<Shape>(job.layout(false), job.encoded + head * job.params->cache.encoded_layout.block_bytes, octet);
+    std::byte* block = job.encoded + head * job.params->cache.encoded_layout.block_bytes;
+    const auto clear = [&]<class Word>(std::size_t offset, int from, int bytes_of_token, Word zero) {
+      auto* at = reinterpret_cast<Word*>(block + offset + from * bytes_of_token);
+      const int count = (kPageTokens - from) * bytes_of_token / static_cast<int>(sizeof(Word));
+#pragma unroll 1
+      for (int i = thread_of_team<Shape>(); i < count; i += Shape::kTeamThreads) at[i] = zero;
+    };
+    // Planes, or dense rows; then scales.
+    for (int i = 0; i < base::max(side.planes, 1); ++i) {
+      clear(side.plane_offset[i], of_codes,
+            side.planes == 0 ? Shape::kD * side.element_bytes : Shape::kD / 8 * side.plane_bits[i], 0u);
+    }
+    for (int i = 0; i < side.groups; ++i)
+      clear(side.scale_offset + static_cast<std::size_t>(i) * kPageTokens * 2, token, 2, std::uint16_t{0});
   }
-  team_barrier<Shape>();  // words that the run shares with what was cleared are read again
 }
 
 // --- centres of blocks -----------------------------------------------------------------------------------------------
@@ -113,20 +123,22 @@ struct SlotStep {
   std::int32_t begin, length;  // positions: of its first row, and behind its last
   const std::int32_t* blocks;
 };
-__device__ __forceinline__ SlotStep step_of(const SlotTables& t, std::int32_t sequence) {
+__device__ __forceinline__ SlotStep step_of(const StepTables& t, std::int32_t sequence) {
   const std::int32_t row = t.query_start_loc[sequence], count = t.query_start_loc[sequence + 1] - row;
   const std::int32_t length = t.seq_lens[sequence];
   return {row, count, length - count, length, t.block_table + sequence * t.row_stride};
 }
 
-// The sequence that a row belongs to; -1: none.
-__device__ __forceinline__ std::int32_t sequence_of(const SlotTables& t, std::int32_t row) {
-  std::int32_t low = 0, high = t.batch;  // the last one that begins at the row or before it
-  while (high - low > 1) {
-    const std::int32_t middle = (low + high) / 2;
-    (t.query_start_loc[middle] <= row ? low : high) = middle;
+// The sequence that a row belongs to; -1: none. By a whole warp, which waits for memory once for 128 sequences.
+__device__ __forceinline__ std::int32_t sequence_of(const StepTables& t, std::int32_t row) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  std::int32_t before = 0;  // sequences that begin at the row or before it
+#pragma unroll 4
+  for (std::int32_t first = 0; first < t.batch; first += 32) {
+    const std::int32_t i = first + lane;
+    before += __popc(__ballot_sync(~0u, i < t.batch && t.query_start_loc[i] <= row));
   }
-  return t.batch > 0 && t.query_start_loc[low] <= row && row < t.query_start_loc[low + 1] ? low : -1;
+  return before > 0 && row < t.query_start_loc[before] ? before - 1 : -1;
 }
 
 // Where the centre of a block comes from whose first position this write stores, at row i.
@@ -138,7 +150,7 @@ struct BegunBlock {
 };
 __device__ __forceinline__ BegunBlock begun_block(const SlotList& list, std::int32_t i, std::int64_t block) {
   BegunBlock begun{true, -1, -1, 0};
-  const SlotTables& t = list.tables;
+  const StepTables& t = list.tables;
   const std::int32_t sequence = sequence_of(t, i);
   if (sequence < 0) return begun;
   const SlotStep step = step_of(t, sequence);
@@ -167,14 +179,10 @@ __device__ __forceinline__ SlotCentre centre_of_run(const SlotList& list, std::i
   const std::int64_t slot = run.block * kPageTokens + run.first;
   const std::int32_t first_row = i - run.first, last_row = first_row + kPageTokens - 1;
   const bool begins = follows(list, i, slot, first_row), ends = follows(list, i, slot, last_row);
-  const bool later = list.launch == SlotLaunch::begun;
-  if (!begins) return {later, 0, 0, kNone};
+  if (!begins) return {list.begun, 0, 0, kNone};
   const BegunBlock begun = begun_block(list, first_row, run.block);
-  if (ends || begun.before < 0) return {later, begun.is_first || !ends ? 1 : kPageTokens, first_row, kNone};
-  // This write stores tokens of the block before, too, whose codes are the mean.
-  const bool waits = begun.copy < 0 && begun.kept < kPageTokens;
-  const bool is_later = list.begun_later && (waits || list.all_begun_later);
-  return {is_later != later, kPageTokens, first_row, begun};
+  if (ends || begun.before < 0) return {list.begun, begun.is_first || !ends ? 1 : kPageTokens, first_row, kNone};
+  return {list.begun_later != list.begun, kPageTokens, first_row, begun};
 }
 // `job`: a part of the block.
 __device__ __forceinline__ CentreJob centre_job(PageJob job, const SlotCentre& centre) {
@@ -189,22 +197,32 @@ __device__ __forceinline__ CentreJob centre_job(PageJob job, const SlotCentre& c
   return {job, centre.before.copy >= 0, centre.rows, job.encoded};
 }
 
-// The centre of a block's keys of one head, for the run that begins at a token; by one warp. False: the run is left to
-// others. (Functions of their own: inlined, they take registers from the encoding.)
-template <class Shape>
-__device__ __noinline__ bool find_run_centre(const WriteParams& params, const SlotList& list, std::int32_t token,
-                                             const SlotRun& run, const PageJob& job) {
-  const SlotCentre of_run = centre_of_run(list, token, run);
-  if (of_run.is_left) return false;
-  const CentreJob centre = centre_job(job, of_run);
-  if (centre.rows > 0 && run.first == 0) clear_padding(job);
-  const std::byte* before = nullptr;
-  if (of_run.before.before >= 0 && of_run.before.copy < 0) {
-    before = slot_job(params, {of_run.before.before, 0, 0, kOctets}, 0, job.head, false).encoded;
+struct TokenWork {
+  PageWork work;
+  bool clears;  // what lies behind in the block
+};
+// One side of a token of one head, the centre of its block's keys, and what is cleared; by one warp. False: it is left
+// to another launch, or not encoded. (A function of its own: inlined, it takes registers from the encoding.)
+template <class Shape, bool kCentred>
+__device__ __noinline__ bool find_token(const WriteParams& params, const SlotList& list, std::int32_t token, int head,
+                                        bool is_value, TokenWork& found) {
+  const SlotRun run = find_run<true>(params, list, token);
+  if (run.count == 0 || is_copied(list, run.block)) return false;
+  const PageJob job = slot_job(params, run, token, head, is_value);
+  if (threadIdx.x == 0) found = {{job, 1, false, run.first, run.first + 1}, run.clears};
+  if (kCentred && !is_value) {
+    const SlotCentre of_run = centre_of_run(list, token, run);
+    if (of_run.is_left) return false;
+    const CentreJob centre = centre_job(job, of_run);
+    if (centre.rows > 0 && run.first == 0) clear_padding(job);
+    const std::byte* before = nullptr;
+    if (of_run.before.before >= 0 && of_run.before.copy < 0)
+      before = slot_job(params, {of_run.before.before, 0, 0, false}, 0, head, false).encoded;
+    find_centres<Shape, 1>([&](int) { return centre; }, 1, run.first == 0, centre_floats<Shape>(),
+                           centre_codes<Shape>(), before);
   }
-  __syncwarp();  // nobody reads rows and codes of the job before
-  find_centres<Shape>([&](int) { return centre; }, 1, run.first < kOctet, centre_floats<Shape>(), centre_codes<Shape>(),
-                      before);
+  if (run.clears) clear_behind<Shape>(job, 1, run.first + 1);
+  __syncwarp();
   return true;
 }
 
@@ -218,6 +236,9 @@ struct CopiedBlock {
   // A block may have lost its copy since the list was made (kvant::Pages::copy).
   __device__ bool is_there() const { return pool.data != nullptr && what.block >= 0 && what.block < pool.blocks; }
 };
+__device__ __forceinline__ std::int32_t copied_blocks(const CopiesToEncode& encode) {  // in all layers
+  return encode.blocks == nullptr ? 0 : *encode.count * encode.layers;
+}
 __device__ __forceinline__ CopiedBlock copied_block(const CopiesToEncode& encode, std::int32_t item) {
   const std::int32_t layer = item % encode.layers;
   return {encode.blocks[item / encode.layers], layer, encode.pools[layer]};

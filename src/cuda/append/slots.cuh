@@ -5,9 +5,11 @@
 
 namespace kvant::cuda {
 
-// Tokens of a launch up to which a warp does an octet at most.
-inline constexpr int kFewSlots = kListedRows;
-inline constexpr int kCopyingCtas = 16, kCentreCtas = 8;  // where counts are on the device; a multiprocessor
+// Tokens of a launch up to which a warp does a token; the second: where sequences may fill blocks, of whose keys every
+// warp of a token would find the mean, and few tokens to encode are alone: a team does these one after another.
+inline constexpr int kFewSlots = kListedRows, kFewLongSlots = 256;
+// Blocks of a multiprocessor where counts are on the device.
+inline constexpr int kCopyingCtas = 16, kCentreCtas = 2, kBegunCtas = 4;
 
 // One token's row of kHeads heads, into the exact copy of its block.
 template <class Shape, int kHeads>
@@ -27,9 +29,9 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   ptx::wait_prerequisites();
   ptx::launch_dependents();
   const int groups = head_groups<Shape>(params.cache.kv_heads), each = kPageTokens * groups;
-  const int jobs = *list.copied_count * each;
+  const int jobs = list.lists.counts->copied * each;
   for (auto i = static_cast<int>(blockIdx.x / 2); i < jobs; i += static_cast<int>(gridDim.x / 2)) {
-    CopiedRows rows = list.copied[i / each];
+    CopiedRows rows = list.lists.copied[i / each];
     const int at = i % each / groups, row = rows.row + at;
     rows.to.position += at;
     if (at >= rows.count || row < 0 || row >= list.count || list.slots[row] != rows.to.slot()) continue;
@@ -38,44 +40,57 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   }
 }
 
-// The token that a warp of a launch for begun blocks encodes an octet from; -1: there is none. The last page of a
-// sequence alone can be begun and not filled.
-__device__ __forceinline__ std::int32_t begun_token(const SlotList& list, std::int32_t sequence, int octet) {
+// Jobs of a launch for begun blocks: (sequence, head, position). Sequences are those listed, if all are.
+__device__ __forceinline__ std::int32_t begun_jobs(const SlotList& list, int heads) {
+  const std::int32_t begun = list.lists.counts->begun;
+  return (begun <= kListedRows ? begun : list.tables.batch) * heads * kPageTokens;
+}
+// The token of a job; -1: this write has not got it. The last page of a sequence alone can be begun and not filled.
+__device__ __forceinline__ std::int32_t begun_token(const SlotList& list, int heads, std::int32_t job) {
+  std::int32_t sequence = job / (heads * kPageTokens);
+  if (list.lists.counts->begun <= kListedRows) sequence = list.lists.begun[sequence];
   const SlotStep step = step_of(list.tables, sequence);
-  const std::int32_t position = (step.length - 1) / kPageTokens * kPageTokens + octet * kOctet;
+  const std::int32_t at = job % kPageTokens, position = (step.length - 1) / kPageTokens * kPageTokens + at;
   if (step.count <= 0 || step.begin < 0 || position < step.begin || position >= step.length) return -1;
   const std::int32_t token = step.row + position - step.begin;
-  if (token < 0 || token >= list.count || list.slots[token] % kPageTokens != octet * kOctet) return -1;
-  return token;
+  return token >= 0 && token < list.count && list.slots[token] % kPageTokens == at ? token : -1;
 }
 
 // kCentred: keys are around centres.
 template <class Shape, bool kCentred>
 __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
     few_slots_kernel(const __grid_constant__ WriteParams params, const __grid_constant__ SlotList list) {
+  __shared__ TokenWork found;  // registers that hold it would be missing
+  __shared__ std::int32_t next;
   const int heads = params.cache.kv_heads;
-  const bool begun = kCentred && list.launch == SlotLaunch::begun;
-  const int number = static_cast<int>(begun ? blockIdx.x : blockIdx.x / 2);
+  const bool begun = kCentred && list.begun;
   const bool is_value = !begun && blockIdx.x % 2 != 0;
-  std::int32_t token = number / heads;
-  int head = number % heads;
+  auto number = static_cast<std::int32_t>(begun ? blockIdx.x : blockIdx.x / 2);
+  const auto fill_tables = [&] {
+    const codec::PageLayout& layout = params.cache.encoded_layout;
+    fill_tables_of<Shape, kCentred>((is_value ? layout.v : layout.k).format);
+  };
   CopiedRow to;
-  if (!begun && list.rows != nullptr) to = list.rows[token];  // begin_step made it: nothing since has changed it
+  // begin_step made it: nothing since has changed it.
+  if (!begun && list.lists.rows != nullptr) to = list.lists.rows[number / heads];
+  if (!begun && to.copy < 0) fill_tables();
   ptx::wait_prerequisites();
   ptx::launch_dependents();
-  if (begun) {
-    token = begun_token(list, number / (heads * kOctets), number % kOctets);
-    head = number / kOctets % heads;
-    if (token < 0) return;
-  } else if (to.copy >= 0 && list.slots[token] == to.slot()) {
-    return store_copied_row<Shape, 1>(params, list, token, head, is_value, to);
+  if (begun && number >= begun_jobs(list, heads)) return;  // as in most steps
+  if (to.copy >= 0 && list.slots[number / heads] == to.slot()) {
+    return store_copied_row<Shape, 1>(params, list, number / heads, number % heads, is_value, to);
   }
-  const SlotRun run = find_run<true>(params, list, token);
-  if (run.count == 0 || is_copied(list, run)) return;
-  const PageJob job = slot_job(params, run, token, head, is_value);
-  if (kCentred && !is_value && !find_run_centre<Shape>(params, list, token, run, job)) return;
-  clear_heads<Shape>(job, 1, run.clear_octet);
-  encode_any<Shape, kCentred>(job, false, run.first, run.first + run.count);
+  if (begun || to.copy >= 0) fill_tables();
+#pragma unroll 1
+  do {
+    const std::int32_t token = begun ? begun_token(list, heads, number) : number / heads;
+    const int head = begun ? number / kPageTokens % heads : number % heads;
+    __syncwarp();  // nobody reads what is in shared memory of the job before
+    next = number + static_cast<std::int32_t>(gridDim.x);
+    if (token >= 0 && find_token<Shape, kCentred>(params, list, token, head, is_value, found))
+      encode_any<Shape, kCentred>(params, is_value, found.work, found.clears);
+    number = next;
+  } while (begun && number < begun_jobs(list, heads));
 }
 
 template <int kD>
@@ -89,61 +104,66 @@ cudaError_t prepare_slots(const WriteParams& p, const DeviceLimits& limits) {
   return prepare_staged<kD>(layout, reinterpret_cast<const void*>(few_slots_of<kD>(codec::is_centred(layout))), limits);
 }
 
+// Launches of runs and of blocks from their copies, by the kernels for many tokens: centres, and all else. How many
+// blocks there are is known on the device: launches have room for what makes a device busy.
 template <int kD>
-cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& limits, cudaStream_t stream) {
-  using Step = StepShape<kD>;
-  StagedLaunch<kD> launch(p, limits, stream);
-  const auto& layout = p.cache.encoded_layout;
-  const bool centred = codec::is_centred(layout);
-  const std::int64_t heads = p.cache.kv_heads;
-  const std::int64_t octets = centred ? list.tables.batch * heads * kOctets : 0;  // one begun block a sequence
-  const auto launch_few = [&](SlotLaunch what, std::int64_t pairs_of_blocks) {
-    list.launch = what;
-    launch.size_step(pairs_of_blocks, centred ? kCentreBytes<Step> : 0, kOctet);
-    return cudaLaunchKernelEx(&launch.how.config, few_slots_of<kD>(centred), p, list);
-  };
-  const bool many = list.count > kFewSlots;
-  list.begun_later = octets > 0 && (many || (list.count > 1 && !list.one_each));
-  list.all_begun_later = many;
-  if (!many) {
-    const cudaError_t error = launch_few(SlotLaunch::runs, list.count * heads);
-    if (error != cudaSuccess || !list.begun_later) return error;
-    return launch_few(SlotLaunch::begun, octets / 2);
-  }
-  if (list.rows != nullptr) {
-    const cudaError_t error = launch.launch_before(std::int64_t{kCopyingCtas} * limits.multiprocessors,
-                                                   Step::kBlockThreads, &copied_rows_kernel<Step>, p, list);
-    if (error != cudaSuccess) return error;
-  }
-  list.launch = SlotLaunch::runs;
-  const std::int64_t chunks = (std::int64_t{list.count} + kPageTokens - 1) / kPageTokens, jobs = chunks * heads;
-  if (centred) {
+cudaError_t launch_many_slots(StagedLaunch<kD>& launch, const SlotList& list) {
+  const auto& layout = launch.p.cache.encoded_layout;
+  const std::int64_t heads = launch.p.cache.kv_heads, busy = launch.limits.multiprocessors;
+  const std::int64_t chunks = (std::int64_t{list.count} + kPageTokens - 1) / kPageTokens;
+  if (codec::is_centred(layout)) {
     const std::int64_t groups = (heads + kCentresOfWarp - 1) / kCentresOfWarp;
-    const cudaError_t error = launch.launch_before(chunks * groups, 32, &slot_centres_kernel<kD>, p, list);
+    const cudaError_t error = launch.launch_before(base::max(chunks * groups, kCentreCtas * busy), kCentreThreads,
+                                                   &slot_centres_kernel<kD>, launch.p, list);
     if (error != cudaSuccess) return error;
   }
-  const std::int64_t dense_blocks = base::min(jobs, std::int64_t{kDenseCtas} * limits.multiprocessors);
-  const cudaError_t error = launch_many(launch, list, jobs, dense_blocks, kPageTokens);
-  if (error != cudaSuccess || !list.begun_later) return error;
-  return launch_few(SlotLaunch::begun, octets / 2);
+  const bool has_rows = list.slots != nullptr;
+  const std::int64_t jobs = has_rows ? chunks * heads : kTeams<BulkShape<kD>> * kDenseCtas * busy;
+  return launch_many(launch, list, jobs, has_rows ? base::min(jobs, kDenseCtas * busy) : kDenseCtas * busy,
+                     kPageTokens);
 }
 
-// Blocks from their copies. How many there are is known on the device: launches have room for what makes a device busy.
+// Blocks from their copies.
 template <int kD>
 cudaError_t launch_copied(WriteParams& p, const SlotList& list, const DeviceLimits& limits, cudaStream_t stream) {
-  const auto& layout = p.cache.encoded_layout;
   p.k.rows = p.v.rows = nullptr;
   p.k.token_stride = p.v.token_stride = p.k.head_stride = p.v.head_stride = 0;
   p.k.dtype = p.v.dtype = p.rounding;
   p.head_dim = kD;  // copies have the zeros that vectors are padded with
   StagedLaunch<kD> launch(p, limits, stream);
-  if (codec::is_centred(layout)) {
-    const cudaError_t error = launch.launch_before(std::int64_t{kCentreCtas} * limits.multiprocessors, 32,
-                                                   &copied_centres_kernel<kD>, p, list);
-    if (error != cudaSuccess) return error;
+  return launch_many_slots(launch, list);
+}
+
+template <int kD>
+cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& limits, cudaStream_t stream) {
+  using Step = StepShape<kD>;
+  StagedLaunch<kD> launch(p, limits, stream);
+  const bool centred = codec::is_centred(p.cache.encoded_layout);
+  const auto launch_few = [&](std::int64_t pairs_of_blocks) {
+    launch.size_step(pairs_of_blocks, centred ? kCentreBytes<Step> : 0, 1);
+    return cudaLaunchKernelEx(&launch.how.config, few_slots_of<kD>(centred), p, list);
+  };
+  if (centred && std::int64_t{list.tables.batch} * p.cache.kv_heads >= 0x7FFFFFFF / kPageTokens / 2)
+    return cudaErrorInvalidValue;
+  const bool fills = list.tables.max_query_len > kPageTokens &&
+                     (list.lists.rows != nullptr || list.count / (2 * kPageTokens) >= list.tables.batch);
+  const bool many = list.count > (fills ? kFewLongSlots : kFewSlots);
+  list.begun_later = centred && list.tables.batch > 0 && (many || (list.count > 1 && list.tables.max_query_len != 1));
+  cudaError_t error = cudaSuccess;
+  if (!many) {
+    error = launch_few(std::int64_t{list.count} * p.cache.kv_heads);
+  } else {
+    if (list.lists.rows != nullptr) {
+      error = launch.launch_before(std::int64_t{kCopyingCtas} * limits.multiprocessors, Step::kBlockThreads,
+                                   &copied_rows_kernel<Step>, p, list);
+    }
+    if (error == cudaSuccess) error = launch_many_slots(launch, list);
   }
-  const std::int64_t busy = std::int64_t{kDenseCtas} * limits.multiprocessors;
-  return launch_many(launch, list, kTeams<BulkShape<kD>> * busy, busy, kPageTokens);
+  list.begun = list.begun_later;
+  if (error == cudaSuccess && list.begun) error = launch_few(std::int64_t{kBegunCtas} * limits.multiprocessors / 2);
+  if (error != cudaSuccess || many || list.encode.blocks == nullptr) return error;
+  list.slots = nullptr, list.count = 0;
+  return launch_copied<kD>(p, list, limits, stream);
 }
 
 template <int kD>

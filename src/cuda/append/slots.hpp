@@ -3,46 +3,34 @@
 //
 // A token whose block has an exact copy goes there alone: lists that the step's begin made say which these are.
 //
-// Others are encoded. Tokens that follow one another in a block are a run. Few tokens take a kernel with a warp a
-// block: (token, kv head, side), where the first token of an octet of a run does all of the octet. Many take the
-// kernels that a cache's pages have, in which a team of warps does the runs that begin among 64 tokens. So no two teams
-// change one word, as long as the tokens of a block follow one another in the list. Which tokens do is known on the
-// device only.
+// Others are encoded. Tokens that follow one another in a block are a run, as long as they do in the list, too. Few
+// tokens take a kernel with a warp a block: (token, kv head, side). The words of values have eight tokens, so that
+// their bits are put there by atomic operations. Many take the kernels that a cache's pages have, in which a team of
+// warps does the runs that begin among 64 tokens, and no two teams change one word.
 //
 // Around centres (codec/centre.hpp) a launch before finds those of many tokens' blocks; of few, every warp finds the
 // centre of its block for itself, with the same bits. A block that a part of the write begins takes the mean of the
 // block before in its sequence: from its exact copy and the write's rows if it has one, otherwise from its codes. The
-// same write may store some of these: another launch does the keys of begun blocks then.
+// same write may store some of these: another launch does the keys of begun blocks, if the step has some.
 //
 // Blocks that are encoded from their copies are jobs of the kernels for many tokens, of one layer or of all.
 #pragma once
 
 #include "base/copies.hpp"
-#include "cuda/append/copied_rows.hpp"
+#include "cuda/append/step_lists.hpp"
 #include "cuda/append/write.hpp"
+#include "kvant/pages.hpp"
 
 namespace kvant::cuda {
-
-// A step's batch as the engine has it. Row i of the slots is row i of the tables.
-struct SlotTables {
-  const std::int32_t* block_table;
-  std::int64_t row_stride;
-  const std::int32_t* seq_lens;
-  const std::int32_t* query_start_loc;
-  std::int32_t columns, batch;
-};
-
-// The work of a launch: tokens of slots; or keys of blocks that a part of the write begins, after the blocks before.
-enum class SlotLaunch : std::int32_t { runs, begun };
 
 // One layer's pool, as an engine gave it last. Without data: not yet.
 struct LayerPool {
   std::byte* data;
   std::int64_t block_stride, blocks;
 };
-// Blocks to encode from their copies, in the layers of `pools`.
+// Blocks to encode from their copies, in the layers of `pools`; behind the write's rows, if there are some.
 struct CopiesToEncode {
-  const base::BlockToEncode* blocks = nullptr;  // null: the launch stores tokens
+  const base::BlockToEncode* blocks = nullptr;  // null: there are none
   const std::int32_t* count = nullptr;
   const LayerPool* pools = nullptr;  // [layers]
   std::byte* exact = nullptr;        // the first layer's copies
@@ -56,18 +44,14 @@ struct SlotList {
   std::int32_t count;
   CopiesToEncode encode;
   base::CopyTable copies;  // where WriteParams has exact pages
-  const CopiedRow* rows;   // [kListedRows]; null: there are no copies
-  const CopiedRows* copied;
-  const std::int32_t* copied_count;
+  StepLists lists;
   // [copies], set to 1 and to what the copy has behind the step:
   std::uint32_t* written;
   base::Unencoded* unencoded;
-  // Around centres:
-  SlotTables tables;
-  bool one_each;  // no sequence has more than one token
+  StepTables tables;  // row i of the slots is their row i; without sequences where no step has begun
   // Set by a launch:
-  SlotLaunch launch;
-  bool begun_later, all_begun_later;  // a launch for begun blocks follows; for all of them
+  bool begun;        // it does keys of blocks that a part of the write begins, after the blocks before
+  bool begun_later;  // a launch for these follows, or is this one
 };
 static_assert(sizeof(WriteParams) + sizeof(SlotList) <= 4096, "the most that every device takes as parameters");
 

@@ -105,28 +105,31 @@ __device__ __forceinline__ CentreJob own_centre(const PageJob& page, bool from_e
   return {page, from_exact, !makes ? 0 : page.is_first_page ? 1 : kPageTokens, page.encoded};
 }
 
-// The codes of the centres of at most kCentresOfWarp jobs, by one warp. job(i): i < count. `means`: room [4][D].
+// The codes of the centres of at most kCentresOfWarp jobs, by a block of kWarps warps, which share the means, or by one
+// warp. job(i): i < count. `means`: room [4][D].
 // `stores`: also where the pages have them; otherwise another block does.
 // `before`: codes of a page whose mean one job's centre is, instead of the mean of rows; null: none. The job has rows.
-template <class Shape, class Job>
+template <class Shape, int kWarps, class Job>
 __device__ __forceinline__ void find_centres(const Job& job, int count, bool stores, float* means, std::byte* codes,
                                              const std::byte* before = nullptr) {
   constexpr int kD = Shape::kD;
-  bool makes = before != nullptr;  // one of them
+  const int warp = kWarps > 1 ? static_cast<int>(threadIdx.x / 32) : 0;
   if (before == nullptr) {
+    if (kWarps > 1) __syncthreads();  // the first warp may still read the means before
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
+    for (int i = warp; i < count; i += kWarps) {
       const CentreJob found = job(i);
-      if (found.rows > 0) {
-        mean_of_rows<Shape>(found.page, staged_rows<Shape>(*found.page.params, *found.page.side), found.from_exact,
-                            found.rows, means + i * kD);
-        makes = true;
-      }
+      if (found.rows == 0) continue;
+      mean_of_rows<Shape>(found.page, staged_rows<Shape>(*found.page.params, *found.page.side), found.from_exact,
+                          found.rows, means + i * kD);
     }
     __syncwarp();
+    if (kWarps > 1) __syncthreads();
+    if (warp > 0) return;
   }
   const int which = static_cast<int>(threadIdx.x % 32) / CentreShape<kD>::kThreads;
   const CentreJob mine = job(min(which, count - 1));
+  const bool makes = before != nullptr || __any_sync(~0u, mine.rows > 0);
   const WriteSide& side = *mine.page.side;
   if (before != nullptr) mean_of_codes<kD>(mine.page.params->cache.encoded_layout, before, means);
   if (makes) {
@@ -174,7 +177,7 @@ __device__ __noinline__ void find_page_centre(const WriteParams& params, std::in
     }
   }
   __syncwarp();  // nobody reads rows and codes of the job before
-  find_centres<Shape>([&](int) { return centre; }, 1, stores, centre_floats<Shape>(), centre_codes<Shape>(), before);
+  find_centres<Shape, 1>([&](int) { return centre; }, 1, stores, centre_floats<Shape>(), centre_codes<Shape>(), before);
 }
 
 // Jobs of those among 32 items for which has_work(item), dealt to the blocks that look at the same items; by whole

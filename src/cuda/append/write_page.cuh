@@ -3,8 +3,8 @@
 // A warp copies rows of a page into shared memory (those of the next head while it works on one), encodes them, a
 // vector to a few threads, and leaves the codes in place of the rows. Keys go from there to the page, and values whose
 // tokens come in whole octets: a word has eight tokens of a channel. So warps do not wait for each other. Where octets
-// are in part of other warps, or of other steps, whose bits stay, a team of warps stores them together. No two teams
-// change one word.
+// are in part of other warps, or of other steps, whose bits stay, a team of warps stores them together. Teams of many
+// tokens never change one word; of few tokens they may, and do so with atomic operations.
 #pragma once
 
 #include "cuda/append/centre.cuh"
@@ -139,27 +139,6 @@ struct AnyFormat {
   }
 };
 
-// Values of any format whose words lie in shared memory, by a team.
-template <class Shape>
-__device__ __forceinline__ void store_any(const codec::SideLayout& layout, const std::byte* rows, int pitch, int token,
-                                          int tokens, std::byte* block) {
-#pragma unroll 1
-  for (int i = 0; i < layout.planes; ++i) {
-    const auto store = [&]<int kBits>() {
-      store_values<Shape, kBits, false, Shape::kTeamThreads>(rows, pitch, token, tokens,
-                                                             block + layout.plane_offset[i]);
-    };
-    switch (layout.plane_bits[i]) {
-      case 1: store.template operator()<1>(); break;
-      case 2: store.template operator()<2>(); break;
-      case 4: store.template operator()<4>(); break;
-      default: store.template operator()<8>(); break;
-    }
-    const int of_word = 32 / layout.plane_bits[i];
-    rows += (Shape::kElements + of_word - 1) / of_word * Shape::kThreads * 4;
-  }
-}
-
 // Tokens [first, last) of a page, for `heads` heads from that of `page` on.
 struct PageWork {
   PageJob page;
@@ -178,12 +157,23 @@ __device__ __forceinline__ PageJob job_of_head(const WriteParams& params, bool i
   return job;
 }
 
+// The tables of a format, for encode_heads into AnyFormat, by a block.
+template <class Shape, bool kCentred>
+__device__ __forceinline__ void fill_tables_of(Format format) {
+  extern __shared__ __align__(16) std::byte shared[];
+  TableSource source{};
+  AnyFormat{format}.with([&]<Format kFormat>() { source = Tables<kFormat, false>::source(); });
+  fill_tables<Shape::kBlockThreads, false>(source, shared + (kCentred ? kCentreBytes<Shape> : 0));
+  __syncthreads();
+}
+
 // The codes of a page's tokens, by a team; of one head into AnyFormat. `work` may lie in shared memory, since registers
 // that hold it would be missing.
 //   kCentred   keys may be around a centre: the page has its codes, or with AnyFormat the warp
+//   clears     with AnyFormat: values' codes behind the tokens become zeros, in the octet of the last one
 template <class Shape, bool kCentred, class To>
 __device__ __forceinline__ void encode_heads(const To& to, const WriteParams& params, bool is_value,
-                                             const PageWork& work) {
+                                             const PageWork& work, bool clears = false) {
   constexpr int kElements = Shape::kElements, kThreads = Shape::kThreads, kOfWarp = 32 / kThreads,
                 kAtOnce = Shape::kTeamThreads / kThreads;
   extern __shared__ __align__(16) std::byte shared[];
@@ -210,19 +200,13 @@ __device__ __forceinline__ void encode_heads(const To& to, const WriteParams& pa
   } else {
     ptx::copy_commit();
   }
-  if constexpr (!To::kOne) {
-    TableSource source{};
-    to.with([&]<Format kFormat>() { source = Tables<kFormat, false>::source(); });
-    fill_tables<Shape::kBlockThreads, false>(source, tables_at);
-    __syncthreads();
-  }
   const int vector = thread_of_team<Shape>(kThreads), t = static_cast<int>(threadIdx.x % kThreads);
   const int first_of_warp = thread_of_team<Shape>(32) * kOfWarp;
   const bool rotates = side.basis == BasisKind::hadamard;
   // Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates
   // is at least the largest given one / sqrt(D).
   const float in_doubt = rotates ? 65000.0f * params.rotation_scale : 65000.0f;
-  constexpr bool kOctets = kOfWarp % 8 == 0;
+  constexpr bool kByOctet = kOfWarp % 8 == 0;
 
   int head = 0;
   for (int chunk = work.first; head < work.heads;) {
@@ -246,11 +230,13 @@ __device__ __forceinline__ void encode_heads(const To& to, const WriteParams& pa
     std::byte* low = block + layout.plane_offset[0];
     std::byte* high = block + layout.plane_offset[1];
     const bool whole = (chunk | count) % 8 == 0;
-    const auto store = [&]<Format kFormat, bool kWhole, int kOf>(const std::byte* from, int token, int tokens) {
+    const auto store = [&]<Format kFormat, Octets kOctets, int kOf>(const std::byte* from, int token, int tokens,
+                                                                    int zeros_to) {
       using P = Planes<kFormat, Shape>;
-      store_values<Shape, P::kLow, kWhole, kOf>(from, pitch, token, tokens, low);
+      store_values<Shape, P::kLow, kOctets, kOf>(from, pitch, token, tokens, zeros_to, low);
       if constexpr (P::kHigh != 0) {
-        store_values<Shape, P::kHigh, kWhole, kOf>(from + P::Low::kWords * kThreads * 4, pitch, token, tokens, high);
+        from += P::Low::kWords * kThreads * 4;
+        store_values<Shape, P::kHigh, kOctets, kOf>(from, pitch, token, tokens, zeros_to, high);
       }
     };
     for (int base = first_of_warp; base < count; base += kAtOnce) {
@@ -330,18 +316,17 @@ __device__ __forceinline__ void encode_heads(const To& to, const WriteParams& pa
           if constexpr (P::kHigh != 0) {
             store_keys<Shape, P::kHigh>(from + P::Low::kWords * kThreads * 4, pitch, of_warp, high + row_at * P::kHigh);
           }
-        } else if (kOctets && whole) {
-          store.template operator()<kFormat, true, 32>(from, chunk + base, of_warp);
+        } else if (kByOctet && whole) {
+          store.template operator()<kFormat, Octets::whole, 32>(from, chunk + base, of_warp, of_warp);
         }
       });
     }
-    if (is_value && !(kOctets && whole)) {
+    if (is_value && !(kByOctet && whole)) {
       team_barrier<Shape>();
-      if constexpr (To::kOne) {
-        store.template operator()<To::format(), false, Shape::kTeamThreads>(rows, chunk, count);
-      } else {
-        store_any<Shape>(layout, rows, pitch, chunk, count, block);
-      }
+      to.with([&]<Format kFormat>() {
+        store.template operator()<kFormat, To::kOne ? Octets::parts : Octets::shared, Shape::kTeamThreads>(
+            rows, chunk, count, clears ? count + (-work.last & 7) : count);
+      });
       team_barrier<Shape>();
     }
     rows += other;

@@ -122,12 +122,13 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
   });
 }
 
+// fill_tables_of was called for the side's format.
 template <class Shape, bool kCentred>
-__device__ __forceinline__ void encode_any(const PageJob& job, bool from_exact, int first, int last) {
-  const PageWork work{job, 1, from_exact, first, last};
-  const Format format = job.layout(false).format;
-  if (codec::is_dense(format)) return encode_dense<Shape>(*job.params, job.is_value, work);
-  encode_heads<Shape, kCentred>(AnyFormat{format}, *job.params, job.is_value, work);
+__device__ __forceinline__ void encode_any(const WriteParams& params, bool is_value, const PageWork& work,
+                                           bool clears = false) {
+  const Format format = (is_value ? params.cache.encoded_layout.v : params.cache.encoded_layout.k).format;
+  if (codec::is_dense(format)) return encode_dense<Shape>(params, is_value, work);
+  encode_heads<Shape, kCentred>(AnyFormat{format}, params, is_value, work, clears);
 }
 
 template <class Shape>
@@ -138,11 +139,11 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   const bool is_value = !begins && blockIdx.x % 2 != 0;
   const auto block = static_cast<int>(begins ? blockIdx.x : blockIdx.x / 2);
   if (block < params.storing) return store_new_row<Shape>(params, block, is_value);
-  ptx::wait_prerequisites();
-  ptx::launch_dependents();
   // Jobs are octets of the pages with rows to encode among 32 items, dealt to the blocks that look at the same items;
   // of a step of a cache without a tail, one page of a head.
   const bool by_octet = begins || cache.tail_pages > 0;
+  ptx::wait_prerequisites();
+  ptx::launch_dependents();
   const int heads = cache.kv_heads, octets = by_octet ? kOctets : 1, each = heads * octets;
   DealtJobs jobs{block / heads, 1, block % heads, each};
   if (by_octet) {
@@ -172,7 +173,10 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
       } else if (page.has_exact_rows()) {
         store_dense<Shape>(job, false, true, page.begin, page.begin + page.count);
       }
-      if (begin < end) encode_any<Shape, true>(job, page.ref.exact >= 0, begin, end);
+      if (begin < end) {
+        fill_tables_of<Shape, true>(job.layout(false).format);
+        encode_any<Shape, true>(params, is_value, {job, 1, page.ref.exact >= 0, begin, end});
+      }
       ++item;
     } while (goes_on);
   }

@@ -319,26 +319,19 @@ class Blocks final : public core::DeviceBlocks {
     list.places = pool.blocks * kPageTokens;
     list.count = static_cast<std::int32_t>(count);
     if (Status s = use_copies(pool, list, native(stream)); !s) return s;
-    if (codec::is_centred(config_.encoded)) {
-      if (!step_) {
-        return {Code::invalid_argument,
-                "keys have centres, and no step has begun: call begin_step before the step's writes, which finds the "
-                "blocks before those that begin, or create the pages with k_centre = none"};
-      }
-      list.tables = {.block_table = step_->block_table,
-                     .row_stride = step_->row_stride,
-                     .seq_lens = step_->seq_lens,
-                     .query_start_loc = step_->query_start_loc,
-                     .columns = static_cast<std::int32_t>(step_->columns),
-                     .batch = step_->batch};
-      list.one_each = step_->max_query_len == 1;
+    list.lists = tail_.state.lists;
+    if (step_) list.tables = *step_;
+    if (codec::is_centred(config_.encoded) && !step_) {
+      return {Code::invalid_argument,
+              "keys have centres, and no step has begun: call begin_step before the step's writes, which finds the "
+              "blocks before those that begin, or create the pages with k_centre = none"};
     }
-    KVANT_CUDA_TRY(kernel_->launch(p, list, limits_, native(stream)));
     // A short step ends in the page that it fills, or behind it.
-    const bool is_long = !step_ || step_->max_query_len == 0 || step_->max_query_len > kPageTokens;
-    if (!has_copies() || !(is_long || config_.tail.encode_at_once)) return {};
-    const StepLists& lists = tail_.state.lists;
-    return encode(lists.left, &lists.counts->left, pool.layer, 1, native(stream));
+    const bool is_long = list.tables.max_query_len == 0 || list.tables.max_query_len > kPageTokens;
+    if (has_copies() && (is_long || config_.tail.encode_at_once))
+      list.encode = to_encode(list.lists.left, &list.lists.counts->left, pool.layer, 1);
+    KVANT_CUDA_TRY(kernel_->launch(p, list, limits_, native(stream)));
+    return {};
   }
 
   Status decode(const BlockPool& pool, const std::int32_t* ids, std::int64_t count, const MutableTensorView& keys,
@@ -367,13 +360,8 @@ class Blocks final : public core::DeviceBlocks {
       p.side[0] = side_of(keys, config_.k_basis, first);
       p.side[1] = side_of(values, config_.v_basis, first);
       p.items = blocks;
-      p.entry[0] = {.index = 0,
-                    .begin = 0,
-                    .end = blocks * kPageTokens,
-                    .row_begin = 0,
-                    .range = 0,
-                    .item_begin = 0,
-                    .before_step = 0};
+      p.entry[0] = {};
+      p.entry[0].end = blocks * kPageTokens;
       KVANT_CUDA_TRY(read_back(p, limits_.multiprocessors, native(stream)));
     }
     return {};
@@ -399,17 +387,10 @@ class Blocks final : public core::DeviceBlocks {
 
   Status begin_step(const StepTables& t, Stream stream) const override {
     step_ = t;
-    if (config_.tail.pages == 0) return {};
     const Current current(config_.device);
     KVANT_CUDA_TRY(current.error());
-    KVANT_CUDA_TRY(cuda::begin_step({.tail = tail_.state,
-                                     .block_table = t.block_table,
-                                     .row_stride = t.row_stride,
-                                     .columns = static_cast<std::int32_t>(t.columns),
-                                     .seq_lens = t.seq_lens,
-                                     .query_start_loc = t.query_start_loc,
-                                     .batch = t.batch},
-                                    native(stream)));
+    KVANT_CUDA_TRY(cuda::begin_step({tail_.state, t}, native(stream)));
+    if (!has_copies()) return {};
     const StepLists& lists = tail_.state.lists;
     return encode(lists.full, &lists.counts->full, 0, config_.tail.layers, native(stream));
   }
@@ -448,31 +429,33 @@ class Blocks final : public core::DeviceBlocks {
 
   Status make_tail() {
     const core::PagesTail& t = config_.tail;
+    TailState& s = tail_.state;
+    StepLists& lists = s.lists;
+    if (Status e = memory_.take(s.step, 1, "a number"); !e) return e;
+    if (Status e = memory_.take(lists.counts, 1, "counts of lists"); !e) return e;
+    if (Status e = memory_.take(lists.begun, kListedRows, "the list of a step's rows"); !e) return e;
     if (t.pages == 0) return {};
     const auto copies = static_cast<std::uint64_t>(t.copies);
     // Blocks that want a copy are in the table, too, before there is one for them.
     const auto each = static_cast<std::uint64_t>(base::copies_of_sequence(t.ends()) + t.pages);
     const std::uint32_t entries = base::copy_table_entries(copies + each * static_cast<std::uint64_t>(t.sequences));
-    TailState& s = tail_.state;
     const auto total = static_cast<std::uint64_t>(t.bytes(config_.kv_heads));
     tail_.layer_bytes = total / static_cast<std::uint64_t>(t.layers);
     if (Status e = memory_.take(tail_.memory, total, "the exact tail"); !e) return e;
-    if (Status e = memory_.take(s.copies, copies, "a list of exact copies"); !e) return e;
-    if (Status e = memory_.take(s.written, copies, "a list of exact copies"); !e) return e;
-    if (Status e = memory_.take(s.wanted, copies, "a list of exact copies"); !e) return e;
     if (Status e = memory_.take(s.table.entries, entries, "a table of exact copies"); !e) return e;
-    if (Status e = memory_.take(s.unencoded, copies, "a list of exact copies"); !e) return e;
-    if (Status e = memory_.take(s.touched, copies, "a list of exact copies"); !e) return e;
-    StepLists& lists = s.lists;
-    if (Status e = memory_.take(lists.rows, kListedRows, "the list of a step's rows"); !e) return e;
-    if (Status e = memory_.take(lists.copied, copies, "the list of a step's rows"); !e) return e;
-    for (base::BlockToEncode** list : {&lists.full, &lists.left, &lists.asked}) {
-      if (Status e = memory_.take(*list, copies, "a list of blocks to encode"); !e) return e;
+    const auto take_lists = [&](auto*&... list) {
+      Status e;
+      ((e = e ? memory_.take(list, copies, "a list of exact copies") : e), ...);
+      return e;
+    };
+    if (Status e = take_lists(s.copies, s.written, s.wanted, s.unencoded, s.touched, lists.copied, lists.full,
+                              lists.left, lists.asked);
+        !e) {
+      return e;
     }
-    if (Status e = memory_.take(lists.counts, 1, "counts of lists"); !e) return e;
+    if (Status e = memory_.take(lists.rows, kListedRows, "the list of a step's rows"); !e) return e;
     if (Status e = memory_.take(pools_, static_cast<std::uint64_t>(t.layers), "a list of pools"); !e) return e;
     known_pools_.resize(static_cast<std::size_t>(t.layers));
-    if (Status e = memory_.take(s.step, 1, "a number"); !e) return e;
     if (Status e = memory_.take(s.misses, 1, "a number"); !e) return e;
     s.table.mask = entries - 1;
     s.count = t.copies;
@@ -504,9 +487,6 @@ class Blocks final : public core::DeviceBlocks {
     if (!has_copies()) return {};
     const TailState& s = tail_.state;
     list.copies = s.table;
-    list.rows = s.lists.rows;
-    list.copied = s.lists.copied;
-    list.copied_count = &s.lists.counts->copied;
     list.written = s.written;
     list.unencoded = s.unencoded;
     LayerPool& known = known_pools_[static_cast<std::size_t>(pool.layer)];
@@ -517,17 +497,21 @@ class Blocks final : public core::DeviceBlocks {
     return {};
   }
 
-  // Encodes a list of blocks from their copies, in so many layers.
+  // A list of blocks to encode from their copies, in so many layers.
+  [[nodiscard]] CopiesToEncode to_encode(const base::BlockToEncode* blocks, const std::int32_t* count, int first_layer,
+                                         int layers) const {
+    return {.blocks = blocks,
+            .count = count,
+            .pools = pools_ + first_layer,
+            .exact = tail_.layer(first_layer),
+            .exact_layer_bytes = tail_.layer_bytes,
+            .layers = layers};
+  }
   Status encode(const base::BlockToEncode* blocks, const std::int32_t* count, int first_layer, int layers,
                 cudaStream_t stream) const {
     WriteParams p = write_params({});
     SlotList list{};
-    list.encode = {.blocks = blocks,
-                   .count = count,
-                   .pools = pools_ + first_layer,
-                   .exact = tail_.layer(first_layer),
-                   .exact_layer_bytes = tail_.layer_bytes,
-                   .layers = layers};
+    list.encode = to_encode(blocks, count, first_layer, layers);
     KVANT_CUDA_TRY(kernel_->encode(p, list, limits_, stream));
     return {};
   }

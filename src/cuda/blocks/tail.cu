@@ -43,12 +43,11 @@ struct StepSequence {
   __device__ std::int32_t begin() const { return length - q_len; }
 };
 __device__ StepSequence sequence_of(const BeginStep& step, std::int32_t i) {
-  if (i >= step.batch) return {};
-  const std::int32_t row = step.query_start_loc[i], length = step.seq_lens[i],
-                     q_len = step.query_start_loc[i + 1] - row;
-  if (q_len <= 0 || length < q_len || base::pages_for(length) > step.columns) return {};
-  return {length, q_len, row, step.block_table + i * step.row_stride,
-          base::copied_pages(length, q_len, step.tail.ends)};
+  const StepTables& t = step.tables;
+  if (i >= t.batch) return {};
+  const std::int32_t row = t.query_start_loc[i], length = t.seq_lens[i], q_len = t.query_start_loc[i + 1] - row;
+  if (q_len <= 0 || length < q_len || base::pages_for(length) > t.columns) return {};
+  return {length, q_len, row, t.block_table + i * t.row_stride, base::copied_pages(length, q_len, step.tail.ends)};
 }
 
 // A page of the batch that may have a copy.
@@ -112,12 +111,13 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
   const TailState& tail = step.tail;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::uint32_t now = __ldcg(tail.step) + base::kNumbersOfStep;
-  const std::int32_t pages = step.batch * pages_of_sequence(tail.ends);
+  const bool has_copies = tail.count > 0;
+  const std::int32_t pages = has_copies ? step.tables.batch * pages_of_sequence(tail.ends) : 0;
 
   if (thread == 0) counts = {};
-  for (std::int32_t i = thread; i < kListedRows; i += kThreads) tail.lists.rows[i].copy = -1;
+  for (std::int32_t i = thread; has_copies && i < kListedRows; i += kThreads) tail.lists.rows[i].copy = -1;
   // Blocks in the middle of a long step are encoded from its rows. A copy that one of them has is of an earlier life.
-  for (std::int32_t i = thread / 32; i < step.batch; i += kWarps) {
+  for (std::int32_t i = thread / 32; has_copies && i < step.tables.batch; i += kWarps) {
     const StepSequence s = sequence_of(step, i);
     for (std::int32_t p = max(s.pages.begun, s.pages.sinks) + thread % 32; p < s.pages.fresh; p += 32) {
       if (s.blocks[p] >= 0) tail.forget(s.blocks[p]);
@@ -233,6 +233,13 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
     for (std::int32_t row = page.row; row < min(page.row + page.rows, kListedRows); ++row, ++to.position) {
       if (row >= 0) tail.lists.rows[row] = to;
     }
+  }
+  for (std::int32_t i = thread; i < step.tables.batch; i += kThreads) {
+    const StepSequence s = sequence_of(step, i);
+    const std::int32_t p = (s.length - 1) / kPageTokens;  // the last page
+    if (p <= 0 || p * kPageTokens < s.begin() || s.blocks[p] < 0 || tail.has_copy(s.blocks[p])) continue;
+    const int place = atomicAdd(&counts.begun, 1);
+    if (place < kListedRows) tail.lists.begun[place] = i;
   }
   __syncthreads();
   if (thread == 0) {

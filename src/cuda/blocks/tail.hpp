@@ -7,7 +7,8 @@
 #include <cstdint>
 
 #include "base/copies.hpp"
-#include "cuda/append/copied_rows.hpp"
+#include "cuda/append/step_lists.hpp"
+#include "kvant/pages.hpp"
 
 namespace kvant::cuda {
 
@@ -16,22 +17,8 @@ struct alignas(8) TailCopy {
   std::uint32_t used;  // the newest step that had the block among its copied pages, less how little it needs it
 };
 
-// The lists that a step's launches read instead of tables: begin_step makes them. Places in memory are fixed, counts
-// are in memory, so that a recorded graph follows them.
-struct StepLists {
-  CopiedRow* rows = nullptr;             // [kListedRows]
-  CopiedRows* copied = nullptr;          // [copies]
-  base::BlockToEncode* full = nullptr;   // [copies]: before the step's writes; as core::TailCopies::to_encode
-  base::BlockToEncode* left = nullptr;   // [copies]: behind them; as core::TailCopies::to_encode_behind_writes
-  base::BlockToEncode* asked = nullptr;  // [copies]: for calls that want the codes of blocks
-  struct Counts {
-    std::int32_t copied, full, left, asked;
-  };
-  Counts* counts = nullptr;
-};
-
 struct TailState {
-  base::CopyTable table;                 // without entries: there is no tail
+  base::CopyTable table;                 // without entries: there is no tail, and of all below step and lists alone
   TailCopy* copies = nullptr;            // [count]
   std::uint32_t* written = nullptr;      // [count]: not 0: from its first position on
   base::Unencoded* unencoded = nullptr;  // [count]
@@ -42,9 +29,12 @@ struct TailState {
   std::int32_t count = 0;                // copies
   base::ExactEnds<std::int32_t> ends{};  // which pages of a sequence are exact
   bool encode_at_once = false;           // all blocks that a step writes to are in `left`
-  StepLists lists;
+  StepLists lists;                       // begin_step makes them
 
 #if defined(__CUDACC__)
+  __device__ bool has_copy(std::int32_t block) const {
+    return table.entries != nullptr && table.find(block) >= 0;
+  }
   __device__ void forget(std::int32_t block) const {
     if (table.entries == nullptr) return;
     const std::uint32_t at = table.place(block);
@@ -57,16 +47,11 @@ struct TailState {
 #endif
 };
 
-// Gives copies to the pages that begin in a step, as core::TailCopies::begin_step does. One block of threads. It begins
-// when all before it in the stream has ended, and lets no launch behind it begin before it has.
+// Gives copies to the pages that begin in a step, as core::TailCopies::begin_step does, and makes lists for its writes.
+// One block of threads. It begins when all before it in the stream has ended, and nothing behind begins while it runs.
 struct BeginStep {
   TailState tail;
-  const std::int32_t* block_table;
-  std::int64_t row_stride;
-  std::int32_t columns;
-  const std::int32_t* seq_lens;
-  const std::int32_t* query_start_loc;
-  std::int32_t batch;
+  StepTables tables;
 };
 cudaError_t begin_step(const BeginStep& step, cudaStream_t stream);
 // Makes the list `asked` of those of `blocks` [count] whose codes lack tokens that their copies have.

@@ -130,15 +130,20 @@ __device__ __forceinline__ void join_tokens(std::uint32_t (&x)[8]) {
   for (int i = 0; i < 8; ++i) x[i] = out[i];
 }
 
+// Octets of tokens, which share words: all of their tokens are stored, or a part of them, or a part while other warps
+// store others.
+enum class Octets { whole, parts, shared };
+
 // Values of tokens [first, first + count) of a page, whose rows' words lie in shared memory (row 0 is token `first`),
-// into their plane, by kThreads threads. A thread to a word of a row, of all tokens that share words of the plane;
-// other tokens keep their bits. kWhole: there are none.
-template <class Shape, int kBits, bool kWhole, int kThreads>
-__device__ __forceinline__ void store_values(const std::byte* words, int pitch, int first, int count,
+// into their plane, by kThreads threads. A thread to a word of a row, of all tokens that share words of the plane. The
+// tokens behind, up to first + cleared, become zeros, and others keep their bits.
+template <class Shape, int kBits, Octets kOctets, int kThreads>
+__device__ __forceinline__ void store_values(const std::byte* words, int pitch, int first, int count, int cleared,
                                              std::byte* plane) {
   using F = Fields<Shape::kThreads, Shape::kElements, kBits>;
   constexpr int kTokens = kBits == 8 ? 4 : 8;
-  const int from = first / kTokens, units = (first + count + kTokens - 1) / kTokens - from;
+  constexpr bool kWhole = kOctets == Octets::whole;
+  const int from = first / kTokens, units = (first + cleared + kTokens - 1) / kTokens - from;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x) % kThreads; i < units * F::kRowWords; i += kThreads) {
     const int unit = from + i / F::kRowWords, word = i % F::kRowWords, first_row = unit * kTokens - first;
@@ -146,9 +151,10 @@ __device__ __forceinline__ void store_values(const std::byte* words, int pitch, 
     std::uint32_t x[kTokens], mask = kWhole ? ~0u : 0u;
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
-      const bool mine = kWhole || (first_row + j >= 0 && first_row + j < count);
+      const int row = first_row + j;
+      const bool mine = kWhole || (row >= 0 && row < count);
       x[j] = mine ? *reinterpret_cast<const std::uint32_t*>(rows + j * pitch) : 0u;
-      if (!kWhole && mine) mask |= F::kField << (kBits * j);
+      if (!kWhole && row >= 0 && row < cleared) mask |= F::kField << (kBits * j);
     }
     if constexpr (kBits == 1) join_tokens<1, 4>(x);
     if constexpr (kBits <= 2) join_tokens<2, kBits == 2 ? 4 : 2>(x);
@@ -165,6 +171,15 @@ __device__ __forceinline__ void store_values(const std::byte* words, int pitch, 
         out = make_uint4(x[0], x[1], x[2], x[3]);
       } else {
         out = make_uint4(x[half * 2], x[half * 2 + 4], x[half * 2 + 1], x[half * 2 + 5]);
+      }
+      if (kOctets == Octets::shared && mask != 0xFFFFFFFFu) {
+        const auto put = [mask](std::uint32_t* word, std::uint32_t x) {
+          atomicAnd(word, ~mask);
+          atomicOr(word, x & mask);
+        };
+        auto* at = reinterpret_cast<std::uint32_t*>(to + half);
+        put(at, out.x), put(at + 1, out.y), put(at + 2, out.z), put(at + 3, out.w);
+        continue;
       }
       if (!kWhole && mask != 0xFFFFFFFFu) {
         const uint4 old = to[half];
