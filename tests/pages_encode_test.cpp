@@ -133,15 +133,16 @@ PagesConfig without_copies() {
   return geometry("tq4", "tq3", kDim, 1);
 }
 
-// Steps of all sizes, drafts among them that are rejected: full blocks have the bytes of a cache with the same tokens.
-TEST(PagesEncode, FullBlocksAreThoseOfACache) {
-  Engine engine(with_copies(1));
+// Steps of all sizes, drafts among them that are rejected where blocks have copies: full blocks have the bytes of a
+// cache with the same tokens.
+void expect_blocks_of_a_cache(bool has_copies) {
+  Engine engine(has_copies ? with_copies(1) : without_copies());
   Cache cache = Cache::create({.kv_heads = 1,
                                .head_dim = kDim,
                                .k = "tq4",
                                .v = "tq3",
                                .sink_pages = 0,
-                               .tail_pages = 1,
+                               .tail_pages = has_copies ? 1 : 0,
                                .exact = Dtype::bf16})
                     .value();
   const SequenceId sequence = cache.add_sequence();
@@ -158,7 +159,7 @@ TEST(PagesEncode, FullBlocksAreThoseOfACache) {
     const auto k = Engine::rows_of(now, 0, false), v = Engine::rows_of(now, 0, true);
     cache.append(sequence, 0, TensorView::of(k.data(), s.tokens, 1, kDim), TensorView::of(v.data(), s.tokens, 1, kDim))
         .value();
-    length -= s.rejected;
+    if (has_copies) length -= s.rejected;
     cache.truncate(sequence, length).value();
   }
   engine.step({{blocks, length, length + 1}});
@@ -177,6 +178,10 @@ TEST(PagesEncode, FullBlocksAreThoseOfACache) {
     EXPECT_TRUE(same_bits(engine.decode(blocks[static_cast<std::size_t>(page)], true), part(values))) << page;
   }
   EXPECT_GE(length / kPageTokens, 4);
+}
+TEST(PagesEncode, FullBlocksAreThoseOfACache) {
+  expect_blocks_of_a_cache(true);
+  expect_blocks_of_a_cache(false);
 }
 
 // A long step fills a block that it found begun and goes on behind it. Another sequence has this prefix, and begins in

@@ -18,6 +18,7 @@ struct Kind {
   Geometry geometry;
   const char* kernel;
   std::int64_t slots;  // that a write has: up to 2048 take the kernel for few
+  int most = 0;        // tokens of a sequence that steps say they have: above 64, up to 256 slots do
 };
 
 class PagesTailEngine : public testing::TestWithParam<Kind> {};
@@ -52,8 +53,10 @@ TEST_P(PagesTailEngine, TenThousandSteps) {
                      workspace(there.workspace_bytes());
   const Stream stream = twins.stream.handle();
   const TestGraph graph(twins.stream, [&] {
-    twins.device.begin_step(tables.view(), stream).value();
-    there.set_tables(tables.view(), stream).value();
+    StepTables of_step = tables.view();
+    of_step.max_query_len = GetParam().most;
+    twins.device.begin_step(of_step, stream).value();
+    there.set_tables(of_step, stream).value();
     twins.device
         .write(twins.device_pool, TensorView::of(keys.as<float>(), slot_count, g.kv_heads, g.head_dim),
                TensorView::of(values.as<float>(), slot_count, g.kv_heads, g.head_dim), slots_there.as<std::int64_t>(),
@@ -135,23 +138,26 @@ TEST_P(PagesTailEngine, TenThousandSteps) {
   EXPECT_FALSE(twins.device.take_non_finite(stream).value());
 }
 
-INSTANTIATE_TEST_SUITE_P(Kinds, PagesTailEngine,
-                         testing::Values(Kind{{"tq4", "tq4", 64, 1, 1, 6, 2, KeyCentre::page}, "decode", 900},
-                                         Kind{{"tq6", "tq4", 128, 2, 1, 11, 1}, "decode", 900},
-                                         Kind{{"tq4", "tq4", 128, 9, 2, 6, 3, KeyCentre::page}, "decode", 2100},
-                                         Kind{{"tq6", "tq4", 64, 2, 3, 6, 1, KeyCentre::page}, "prefill", 900},
-                                         Kind{{"tq4", "tq4", 64, 1, 1, 6, 2, KeyCentre::page, 1}, "decode", 900},
-                                         Kind{{"tq6", "tq4", 128, 2, 1, 8, 1, KeyCentre::page, 1, 7}, "decode", 900},
-                                         Kind{{"tq4", "tq4", 64, 2, 2, 6, 1, KeyCentre::page, 3, 9}, "prefill", 900},
-                                         Kind{{"tq6", "tq4", 128, 2, 0, 0, 1, KeyCentre::page}, "decode", 900},
-                                         Kind{{"fp8", "fp8", 128, 3, 0, 0, 1, KeyCentre::page}, "decode", 2100}),
-                         [](const auto& i) {
-                           const Geometry& g = i.param.geometry;
-                           return fmt::format("{}_{}_d{}{}_first_{}_tail_{}_of_{}_copies_{}_{}_{}", g.k, g.v,
-                                              g.head_dim, g.k_centre == KeyCentre::page ? "_centred" : "", g.sink_pages,
-                                              g.tail_pages, g.tail_sequences, g.exact_copies, i.param.kernel,
-                                              i.param.slots);
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Kinds, PagesTailEngine,
+    testing::Values(
+        Kind{{"tq4", "tq4", 64, 1, 1, 6, 2, KeyCentre::page}, "decode", 900},
+        Kind{{"tq6", "tq4", 128, 2, 1, 11, 1}, "decode", 900},
+        Kind{{"tq4", "tq4", 128, 9, 2, 6, 3, KeyCentre::page}, "decode", 2100},
+        Kind{{"tq6", "tq4", 64, 2, 3, 6, 1, KeyCentre::page}, "prefill", 900},
+        Kind{{"tq4", "tq4", 64, 1, 1, 6, 2, KeyCentre::page, 1}, "decode", 900},
+        Kind{{"tq6", "tq4", 128, 2, 1, 8, 1, KeyCentre::page, 1, 7}, "decode", 900},
+        Kind{{"tq4", "tq4", 64, 2, 2, 6, 1, KeyCentre::page, 3, 9}, "prefill", 900},
+        Kind{{"tq4", "tq4", 128, 5, 1, 8, 1, KeyCentre::page, 1, 9}, "decode", 900, EngineSession::kMostQueries},
+        Kind{{"tq6", "tq4", 128, 2, 0, 0, 1, KeyCentre::page}, "decode", 900},
+        Kind{{"tq4", "tq4", 64, 2, 0, 0, 1, KeyCentre::page}, "decode", 900, EngineSession::kMostQueries},
+        Kind{{"fp8", "fp8", 128, 3, 0, 0, 1, KeyCentre::page}, "decode", 2100}),
+    [](const auto& i) {
+      const Geometry& g = i.param.geometry;
+      return fmt::format("{}_{}_d{}{}_first_{}_tail_{}_of_{}_copies_{}_{}_{}_{}", g.k, g.v, g.head_dim,
+                         g.k_centre == KeyCentre::page ? "_centred" : "", g.sink_pages, g.tail_pages, g.tail_sequences,
+                         g.exact_copies, i.param.kernel, i.param.slots, i.param.most);
+    });
 
 class PagesTailGpu : public testing::TestWithParam<int> {};
 
