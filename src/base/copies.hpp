@@ -80,8 +80,7 @@ KVANT_HD constexpr CopiedPages copied_pages(std::int32_t length, std::int32_t q_
 
 // Who makes room: the copy with the highest age, then the one with the lowest number. An age is how far a step's number
 // has come since a step had the page among its copied ones, and then how little the page needed the copy. Steps have
-// every fifth number. A page gets a copy whose age is above its own need. Numbers of 64 bits do not come to an end; a
-// device's have 32, and begin anew after 858,993,459 steps.
+// every fifth number, of 64 bits. A page gets a copy whose age is above its own need.
 inline constexpr std::uint32_t kNumbersOfStep = kCopyNeeds;
 inline constexpr std::uint32_t kAgeOfUnused = 255, kMostAge = 254;
 template <class Number>

@@ -38,7 +38,7 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
   }
   if (centred) {
     const cudaError_t error =
-        launch.launch_before((jobs + kCentresOfWarp - 1) / kCentresOfWarp, 32, &centres_kernel<kD>, p);
+        launch.launch_before((jobs + kCentresOfWarp - 1) / kCentresOfWarp, kCentreThreads, &centres_kernel<kD>, p);
     if (error != cudaSuccess) return error;
   }
   const cudaError_t error =

@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
   __shared__ StepLists::Counts counts;
   const TailState& tail = step.tail;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const std::uint32_t now = __ldcg(tail.step) + base::kNumbersOfStep;
+  const StepNumber now = __ldcg(tail.step) + base::kNumbersOfStep;
   const bool has_copies = tail.count > 0;
   const std::int32_t pages = has_copies ? step.tables.batch * pages_of_sequence(tail.ends) : 0;
 
@@ -148,8 +148,7 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
   if (thread == 0) *tail.step = now;
 
   const auto copy_at = [&](std::int32_t i) {
-    const int2 x = __ldcg(reinterpret_cast<const int2*>(tail.copies + i));
-    return TailCopy{x.x, static_cast<std::uint32_t>(x.y)};
+    return TailCopy{__ldcg(&tail.copies[i].block), __ldcg(&tail.copies[i].used)};
   };
   // Blocks with tokens that only their copies have, and that the step does not write to.
   for (std::int32_t i = thread; i < tail.count; i += kThreads) {
@@ -194,8 +193,8 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
       const bool gives = a > youngest || (a == youngest && of_youngest + same.before < left);
       const Sum sum = sum_in_order(gives ? 1 : 0, sums);
       if (gives) {
-        const int2 new_owner = __ldcg(reinterpret_cast<const int2*>(tail.wanted + given + sum.before));
-        tail.copies[i] = {new_owner.x, static_cast<std::uint32_t>(new_owner.y)};
+        const TailCopy* new_owner = tail.wanted + given + sum.before;
+        tail.copies[i] = {__ldcg(&new_owner->block), __ldcg(&new_owner->used)};
         tail.written[i] = 0;
         tail.unencoded[i] = {};  // its old block may begin anew in this step
         tail.touched[i] = now;

@@ -12,9 +12,11 @@
 
 namespace kvant::cuda {
 
-struct alignas(8) TailCopy {
+using StepNumber = unsigned long long;  // 64 bits, as atomic operations have them
+
+struct alignas(16) TailCopy {
   std::int32_t block;  // -1: unused
-  std::uint32_t used;  // the newest step that had the block among its copied pages, less how little it needs it
+  StepNumber used;     // the newest step that had the block among its copied pages, less how little it needs it
 };
 
 struct TailState {
@@ -22,9 +24,9 @@ struct TailState {
   TailCopy* copies = nullptr;            // [count]
   std::uint32_t* written = nullptr;      // [count]: not 0: from its first position on
   base::Unencoded* unencoded = nullptr;  // [count]
-  std::uint32_t* touched = nullptr;      // [count]: the newest step whose rows lie in the block
+  StepNumber* touched = nullptr;         // [count]: the newest step whose rows lie in the block
   TailCopy* wanted = nullptr;            // [count]: room for a step's blocks
-  std::uint32_t* step = nullptr;         // one: the newest step
+  StepNumber* step = nullptr;            // one: the newest step
   unsigned long long* misses = nullptr;  // one
   std::int32_t count = 0;                // copies
   base::ExactEnds<std::int32_t> ends{};  // which pages of a sequence are exact

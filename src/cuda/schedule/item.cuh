@@ -93,7 +93,7 @@ __device__ inline void first_part(const AttendParams& p, ItemSearch& search, int
   Window& window = search.window;
   const WorkList list = make_work_list(p, sum_costs(p, window));
   WorkPlace place{};
-  if (item < list.items) {
+  if (item < list.items && list.total > 0) {  // no sequence has a query: none is found
     const int mine = list.begin(item + lane % 2);
     const int begin = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
     place.left = end - begin;
