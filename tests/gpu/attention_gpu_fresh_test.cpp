@@ -44,7 +44,7 @@ class GpuFresh : public testing::TestWithParam<std::tuple<Formats, int>> {
 TEST_P(GpuFresh, Matches) {
   SKIP_WITHOUT_DEVICE();
   for (const int ends : {1, 0}) {
-    const GpuWorld w(spec({{1500, 1}, {257, 3}, {200, 130}, {64, 64}, {328, 64}, {500, 300}, {70, 69}, {90, 0}}, ends));
+    const GpuWorld w(spec({{1500, 1}, {257, 3}, {200, 130}, {64, 64}, {328, 64}, {420, 160}, {70, 69}, {90, 0}}, ends));
     EXPECT_TRUE(w.matches(fresh())) << ends << " exact ends";
     EXPECT_TRUE(w.matches(fresh({.mask = Mask::bidirectional()})));
     EXPECT_TRUE(w.matches(fresh({.mask = Mask::sliding(100, 70)})));
@@ -110,17 +110,18 @@ class GpuFirstPrompts : public testing::TestWithParam<std::tuple<Dtype, int>> {
 TEST_P(GpuFirstPrompts, Match) {
   SKIP_WITHOUT_DEVICE();
   // Beside sequences that have older tokens, which the other kernels serve in the same run.
-  const GpuWorld w(spec({{300, 300}, {64, 64}, {1, 1}, {500, 300}, {257, 257}, {90, 0}, {130, 130}, {700, 700}}));
+  const GpuWorld w(spec({{300, 300}, {64, 64}, {1, 1}, {420, 200}, {257, 257}, {90, 0}, {130, 130}, {390, 390}}));
   EXPECT_TRUE(w.matches(fresh(), {}, placement()));
   EXPECT_TRUE(w.matches(fresh({.mask = Mask::bidirectional()}), {}, placement()));
   EXPECT_TRUE(w.matches(fresh({.mask = Mask::sliding(100, 70)}), {}, placement()));
   EXPECT_TRUE(w.matches(fresh({.mask = Mask::sliding(250)}), {}, placement()));
   EXPECT_TRUE(w.matches(fresh({.mask = Mask::bounded_below(90, 200)}), {}, placement()));
-  for (const Dtype out : {Dtype::bf16, Dtype::f16}) EXPECT_TRUE(w.matches(fresh(), {}, placement(out)));
+  const GpuWorld few(spec({{190, 190}, {64, 64}, {150, 20}}));
+  for (const Dtype out : {Dtype::bf16, Dtype::f16}) EXPECT_TRUE(few.matches(fresh(), {}, placement(out)));
   for (const Dtype out : {Dtype::f32, Dtype::bf16}) {
     Placement apart = placement(out);
     apart.token_padding = 24, apart.head_padding = 8, apart.offset = 8;
-    EXPECT_TRUE(w.matches(fresh(), {}, apart));
+    EXPECT_TRUE(few.matches(fresh(), {}, apart));
   }
 }
 

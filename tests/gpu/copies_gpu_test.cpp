@@ -225,7 +225,7 @@ double median_of(std::vector<double> all) {
 // another sequence takes meanwhile.
 TEST(CopiesGpu, Speed) {
   SKIP_WITHOUT_DEVICE();
-  for (const auto& [layers, tokens] : {std::pair(32, 16384), std::pair(1, 262144)}) {
+  for (const auto& [layers, tokens] : {std::pair(32, 4096), std::pair(1, 131072)}) {
     const CacheConfig c = config_of("tq4", "tq4", layers, 8);
     const TestStream stream;
     double plain[2] = {};
