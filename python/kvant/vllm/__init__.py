@@ -35,9 +35,11 @@ def register() -> None:
     if unusable:
         logging.getLogger("vllm.kvant").warning("kvant is not available as an attention backend: %s", unusable)
         return
-    from . import dtypes
+    from . import dtypes, two_sizes
 
     for name in dtypes.names():
         versions.register_cache_dtype(name)
     versions.register_backend_class(BACKEND_CLASS)
+    for name, backend in two_sizes.NAMES.items():
+        versions.put_before_backend(backend, f"kvant.vllm.two_sizes.{name}")
     _registered = True

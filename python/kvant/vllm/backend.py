@@ -19,6 +19,29 @@ from .versions import (
 )
 
 
+def own_size(spec) -> int:
+    """The size of a spec's values; 0: that of its keys."""
+    return 0 if spec.head_size_v == spec.head_size else spec.head_size_v
+
+
+def widths_without_kernels(head_size: int, head_size_v: int) -> str | None:
+    """Why this build has no kernels for keys and values of these sizes; None: it has."""
+    largest = dtypes.build()["largest_head_dim"]
+    if not (1 <= head_size <= largest and 1 <= head_size_v <= largest):
+        return f"keys of {head_size} and values of {head_size_v} numbers: sizes of 1 to {largest} are supported"
+    device = dtypes.build()["device"]
+    if not versions.is_cuda() or device is None:
+        return None
+    pairs = [(n, n) for n in device["head_dims"]] + [tuple(x) for x in device.get("head_dim_pairs", [])]
+    if (head_size, head_size_v) in pairs:
+        return None
+    sizes = ", ".join(f"{k}/{v}" for k, v in pairs if k != v) or "none"
+    return (
+        f"no CUDA kernels for keys of {head_size} and values of {head_size_v} numbers; of two sizes there are these: "
+        f"{sizes}"
+    )
+
+
 class KvantBackend(AttentionBackend):
     """Attention over pages in kvant's formats, in vLLM's memory."""
 
@@ -68,10 +91,6 @@ class KvantBackend(AttentionBackend):
                 f"kvant: layers with a {type(spec).__name__} are not supported: attention over all keys and sliding "
                 "windows are"
             )
-        if spec.head_size_v != spec.head_size:
-            raise NotImplementedError(
-                f"kvant: keys of {spec.head_size} and values of {spec.head_size_v} numbers: both must have one size"
-            )
         config = versions.configuration()
         name, k_centre = versions.cache_dtype(config), versions.option(config, "k_centre")
         if name not in dtypes.names():
@@ -80,12 +99,35 @@ class KvantBackend(AttentionBackend):
             raise RuntimeError(
                 "kvant: vLLM sizes pages before it has a configuration or a layer that name a cache dtype of kvant"
             )
-        size = dtypes.token_bytes(dtypes.names()[name], spec.head_size, k_centre)
+        size = dtypes.token_bytes(dtypes.names()[name], spec.head_size, k_centre, own_size(spec))
         reason = connectors.why_not(versions.connectors(config), spec.num_kv_heads, size)
         if reason is not None:
             raise NotImplementedError(f"kvant: {reason}")
         connectors.refuse_shared_folders(config)
         return replace(spec, state_content_bytes=size)
+
+    # --- values of another size than keys -----------------------------------------------------------------------------
+
+    _head_size_v: ClassVar[int] = 0
+
+    @classmethod
+    def set_head_size_v(cls, head_size_v: int) -> None:
+        """The size of values in the layer that vLLM makes next: layers are not given it."""
+        cls._head_size_v = head_size_v
+
+    @classmethod
+    def take_head_size_v(cls, head_size: int) -> int:
+        """That size, of the layer that is being made; 0: `head_size`."""
+        size, cls._head_size_v = cls._head_size_v, 0
+        return 0 if size == head_size else size
+
+    @classmethod
+    def is_supported_on_current_device(cls, head_size: int, head_size_v: int, has_sinks: bool) -> bool:
+        """vLLM asks before it makes such a layer, and would take another backend if this were false."""
+        reason = widths_without_kernels(head_size, head_size_v)
+        if reason is not None:
+            raise NotImplementedError(f"kvant: {reason}")
+        return True
 
     # --- what is supported --------------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ def attend(impl, metadata, query, key, value, cache, output, sink_logits) -> Non
         return
     group = versions.context_group()
     queries = group.all_gather(query[:rows].contiguous(), dim=1)
-    found = torch.empty_like(queries)
+    found = queries.new_empty(*queries.shape[:2], output.shape[-1])
     lse = queries.new_empty(queries.shape[:2], dtype=torch.float32)
     for plan, end in metadata.runs(impl.layer.shared(impl.dcp_world_size)):
         plan.run(cache, queries[:end], out=found[:end], lse=lse[:end], layer=impl.number)

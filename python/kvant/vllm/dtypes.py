@@ -61,13 +61,16 @@ def parse(name: str | None, model_dtype: torch.dtype) -> Pair:
 
 
 @lru_cache(maxsize=None)
-def token_bytes(pair: Pair, head_dim: int, k_centre: str = "automatic") -> int:
-    """Bytes that a token takes in one kv head, a 64th of a block: vLLM's state_content_bytes.
+def token_bytes(pair: Pair, head_dim: int, k_centre: str = "automatic", v_head_dim: int = 0) -> int:
+    """Bytes that a token takes in one kv head, a 64th of a block: vLLM's state_content_bytes. v_head_dim: of values; 0:
+    head_dim.
 
     Exactly so, since on a device the heads of a block follow one another. A block is a multiple of 64 bytes.
     """
     centre = "none" if pair.is_exact() else k_centre
-    pages = kvant.Pages(kv_heads=1, head_dim=head_dim, k=pair.k, v=pair.v, device="cpu", k_centre=centre)
+    pages = kvant.Pages(
+        kv_heads=1, head_dim=head_dim, v_head_dim=v_head_dim, k=pair.k, v=pair.v, device="cpu", k_centre=centre
+    )
     return pages.block_bytes // pages.block_tokens
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import connectors, context, drafts, dtypes, versions
+from .backend import KvantBackend
 from .check import Check
 from .layer import Capacity, Layer, LayerOfKvant, pool
 from .metadata import KvantMetadata
@@ -45,6 +46,7 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
                 raise NotImplementedError(f"kvant: layers with {name} = {value} are not supported")
         self.num_heads = num_heads
         self.head_size = head_size
+        v_head_dim = KvantBackend.take_head_size_v(head_size)
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -77,6 +79,7 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
             self._has_fresh_keys(),
             "none" if pair.is_exact() else k_centre,
             options=() if pair.is_exact() else tuple(versions.of_plans(self._config).items()),
+            v_head_dim=v_head_dim,
         )
         self.check.done = pair.is_exact()
         if self.dcp_world_size > 1:

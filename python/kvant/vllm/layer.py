@@ -115,6 +115,7 @@ class Layer(NamedTuple):
     k_centre: str = "automatic"
     keys: str = "all"  # that plans read: "own" and "shared" with decode context parallel (context.py)
     options: tuple[tuple[str, Any], ...] = ()  # of plans, as --additional-config has them
+    v_head_dim: int = 0  # of values; 0: head_dim
 
     def own(self) -> Layer:
         """The queries of a step over its own keys, as they are given."""
@@ -126,7 +127,7 @@ class Layer(NamedTuple):
 
     def pages(self, device: torch.device):
         """Without a tail, for plans and for exact layers: writes of others need to know their tables (tail.py)."""
-        return _pages(self.pair, self.kv_heads, self.head_dim, device_name(device), self.k_centre)
+        return _pages(self.pair, self.kv_heads, self.head_dim, device_name(device), self.k_centre, self.v_head_dim)
 
     def tail(self, vllm_config) -> int:
         """Newest whole blocks of a request that are read exactly."""
@@ -136,11 +137,14 @@ class Layer(NamedTuple):
 
     def content_bytes(self) -> int | None:
         """The bytes of a token in one kv head, as a spec has them; None: an exact layer's, which vLLM knows itself."""
-        return None if self.pair.is_exact() else token_bytes(self.pair, self.head_dim, self.k_centre)
+        return None if self.pair.is_exact() else self._token_bytes()
 
     def block_bytes(self) -> int:
         """The bytes of a block in all kv heads."""
-        return BLOCK_TOKENS * self.kv_heads * token_bytes(self.pair, self.head_dim, self.k_centre)
+        return BLOCK_TOKENS * self.kv_heads * self._token_bytes()
+
+    def _token_bytes(self) -> int:
+        return token_bytes(self.pair, self.head_dim, self.k_centre, self.v_head_dim)
 
     def sink_pages(self) -> int:
         """First blocks of a request that are read exactly, beside a tail. A window leaves them behind."""
@@ -161,6 +165,7 @@ class Layer(NamedTuple):
         return kvant.Pages(
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
             k=self.pair.k,
             v=self.pair.v,
             device=device,
@@ -238,9 +243,15 @@ def _say_once(what: str) -> None:
 
 
 @lru_cache(maxsize=None)
-def _pages(pair: Pair, kv_heads: int, head_dim: int, device: str, k_centre: str):
+def _pages(pair: Pair, kv_heads: int, head_dim: int, device: str, k_centre: str, v_head_dim: int):
     return kvant.Pages(
-        kv_heads=kv_heads, head_dim=head_dim, k=pair.k, v=pair.v, device=device, k_centre=k_centre
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        k=pair.k,
+        v=pair.v,
+        device=device,
+        k_centre=k_centre,
     )
 
 

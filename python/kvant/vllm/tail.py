@@ -115,7 +115,8 @@ def give_pages(vllm_config, layer_names: list[str], device: torch.device, capaci
         impl.reserved = None  # what it took while memory was measured
         if impl.pages is None:
             tail = impl.layer.tail(vllm_config) if impl.copies else 0
-            kind = impl.layer.pair, impl.layer.kv_heads, impl.layer.head_dim, impl.layer.sink_pages(), tail, impl.copies
+            a = impl.layer
+            kind = a.pair, a.kv_heads, a.head_dim, a.v_head_dim, a.sink_pages(), tail, impl.copies
             writers.setdefault(kind, []).append(impl)
     if any(tail > 0 for *_, tail, _ in writers) and device.type != "cpu":
         torch.cuda.empty_cache()

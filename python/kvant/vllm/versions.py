@@ -112,6 +112,32 @@ def register_backend_class(path: str) -> None:
     register_backend(AttentionBackendEnum.CUSTOM, path)
 
 
+def is_chosen(vllm_config) -> bool:
+    """Whether --attention-backend is CUSTOM."""
+    return getattr(getattr(vllm_config, "attention_config", None), "backend", None) is _backends().CUSTOM
+
+
+def _backends():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum
+
+
+def put_before_backend(name: str, path: str) -> None:
+    """Makes the class at `path` vLLM's backend `name`, if this vLLM has that backend."""
+    from vllm.v1.attention.backends.registry import register_backend
+
+    if name in _backends().__members__:
+        register_backend(_backends()[name], path)
+
+
+def own_backend(name: str):
+    """vLLM's own class of the backend `name`, whatever stands before it."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    return resolve_obj_by_qualname(_backends()[name].value)
+
+
 def configuration():
     """The configuration that vLLM is working under; None outside of any."""
     from vllm.config import get_current_vllm_config_or_none

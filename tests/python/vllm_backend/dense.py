@@ -67,6 +67,7 @@ class Pages:
         *,
         kv_heads,
         head_dim,
+        v_head_dim=0,
         k="tq6",
         v="tq4",
         device="cpu",
@@ -83,6 +84,7 @@ class Pages:
         self.tail_pages, self.tail_sequences, self.layers = tail_pages, tail_sequences, layers
         self.tail_copies = tail_sequences * (tail_pages + 2)  # they take no memory
         self.begun = None  # with a tail: the blocks whose first position is still to be written
+        assert v_head_dim in (0, head_dim)
         self.kv_heads, self.head_dim, self.pair = kv_heads, head_dim, (k, v)
         self.block_bytes = 2 * self.block_tokens * head_dim * 8
 

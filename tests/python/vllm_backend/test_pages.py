@@ -43,7 +43,8 @@ def test_where_the_formats_come_from(backend, vllm, monkeypatch, torch):
 
     seen = []
 
-    def token_bytes(pair, head_dim, k_centre):
+    def token_bytes(pair, head_dim, k_centre, v_head_dim):
+        assert v_head_dim == 0  # that of keys
         seen.append((str(pair), k_centre))
         return 144
 
@@ -73,8 +74,42 @@ def test_refused_specs(backend, torch):
     backend.dtypes.note_layer("kvant_tq4")
     with pytest.raises(NotImplementedError, match="ChunkedLocalAttentionSpec"):
         backend.KvantBackend.customize_spec(spec(torch, "ChunkedLocalAttentionSpec", attention_chunk_size=256))
-    with pytest.raises(NotImplementedError, match="keys of 128 and values of 64"):
-        backend.KvantBackend.customize_spec(spec(torch, head_size_v=64))
+
+
+def test_values_of_another_size(backend, torch):
+    backend.dtypes.note_layer("kvant_tq6_tq4")
+    sizes = [backend.KvantBackend.customize_spec(spec(torch, head_size_v=v)).state_content_bytes for v in (128, 64)]
+    assert sizes[0] - sizes[1] == 64 // 2  # a scale a token and four bits a channel
+    with pytest.raises(NotImplementedError, match="keys of 192 and values of 100000 numbers: sizes of 1 to "):
+        backend.KvantBackend.is_supported_on_current_device(192, 100000, False)
+    assert backend.KvantBackend.is_supported_on_current_device(192, 128, True)
+    backend.KvantBackend.set_head_size_v(128)
+    assert [backend.KvantBackend.take_head_size_v(192) for _ in range(2)] == [128, 0]  # of one layer
+    backend.KvantBackend.set_head_size_v(128)
+    assert backend.KvantBackend.take_head_size_v(128) == 0
+
+
+def test_models_that_name_a_backend_get_kvants_where_it_is_chosen(backend, vllm, torch, monkeypatch):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kvant.vllm import versions
+
+    own = object()
+    monkeypatch.setattr(versions, "own_backend", lambda name: (own, name))
+    config = vllm.configuration(
+        cache_dtype="auto", block_size=64, dtype=torch.float32, max_requests=1, max_tokens=64, max_model_len=64
+    )
+    for name in ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"):
+        member = AttentionBackendEnum[name]
+        with vllm.set_current_vllm_config(config):
+            assert member.get_class() is backend.KvantBackend
+            config.attention_config.backend = None
+            assert member.get_class() == (own, name)
+            config.cache_config.cache_dtype = "kvant_tq4"
+            assert member.get_class() is backend.KvantBackend
+            config.attention_config.backend = AttentionBackendEnum.CUSTOM
+            config.cache_config.cache_dtype = "auto"
+        assert member.get_class() == (own, name)  # outside of any configuration
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC", "LHBNC"])
