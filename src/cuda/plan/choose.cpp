@@ -160,7 +160,7 @@ Status choose_decode(const PlannedWork& work, const Offers& offers, const Severa
 std::string missing_of_dense(const char* kind, const PlannedWork& work, const Offers& offers) {
   if (work.params.mask.data != nullptr) return fmt::format("{} kernels take no mask tensor", kind);
   if (!offers.dense || work.head_dim() % 8 != 0)
-    return fmt::format("{} kernels are not compiled for head_dim {}", kind, work.head_dim());
+    return fmt::format("{} kernels are not compiled for head_dim {}", kind, work.head_dim_words());
   const std::string missing =
       missing_of_hopper(kind, offers.dense->shared_bytes, offers.dense->has_code, offers.limits);
   if (!missing.empty()) return missing;

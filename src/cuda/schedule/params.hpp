@@ -49,9 +49,9 @@ struct AttendParams {
   const BatchEntry* entries;                   // [batch]
   BatchEntry first_entries[kEntriesInParams];  // its first ones, a load less away
   int known_entries;  // entries that first_entries has; 0: a launch in the stream makes the entries
-  int q_heads, group, head_dim;
-  int row_blocks;  // those of the sequence with the most rows
-  int rows;        // in a block, 1 << row_bits
+  int q_heads, group, head_dim, v_head_dim;  // the tensors'; stored vectors may be padded
+  int row_blocks;                            // those of the sequence with the most rows
+  int rows;                                  // in a block, 1 << row_bits
   int row_bits;
   float group_inverse;
   core::StridedRows q;
@@ -75,9 +75,10 @@ struct AttendParams {
   int blocks;              // blocks that the attend launch has: items at most
   Item* items;             // [blocks]: each one's first part, if a launch in the stream lists them (list.hpp); or null
   std::int32_t* segments;  // [batch][kv_heads][row_blocks][4]: partials of each domain, first and last
-  // Partials, [blocks + 2 * segments]: m and l [rows] in units of log2, O [rows][D] in its domain's coordinates
+  // Partials, [blocks + 2 * segments]: m and l [rows] in units of log2, O [rows][the values' D] in its domain's
+  // coordinates
   float* partial_ml;  // [..][2][rows]
-  float* partial_o;   // [..][rows][D]
+  float* partial_o;   // [..][rows][the values' D]
 };
 
 }  // namespace kvant::cuda

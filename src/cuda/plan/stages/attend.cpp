@@ -26,6 +26,7 @@ class DecodeStage final : public Stage {
     is_generic_ = choice.is_generic;
     name_ = choice.kernel(planning.compiled.offers);
     why_ = choice.why;
+    head_dim_ = work.head_dim_words();
     kernel_ =
         is_generic_ ? *planning.compiled.generic : *planning.compiled.decode[static_cast<std::size_t>(choice.decode)];
     kernel_.k = work.k, kernel_.v = work.v;
@@ -77,11 +78,11 @@ class DecodeStage final : public Stage {
   MergeKernel merge_{};
   bool is_generic_ = false;
   const char* name_ = "";
-  std::string why_;            // this kernel
-  std::int64_t segments_ = 0;  // rows of work: sequences, kv heads and row blocks
-  int resident_ = 1;           // blocks of a multiprocessor
-  int shared_bytes_ = 0;       // in each block
-  int cluster_ = 1;            // blocks that merge one row
+  std::string why_, head_dim_;  // this kernel; the tensors', in words
+  std::int64_t segments_ = 0;   // rows of work: sequences, kv heads and row blocks
+  int resident_ = 1;            // blocks of a multiprocessor
+  int shared_bytes_ = 0;        // in each block
+  int cluster_ = 1;             // blocks that merge one row
   int splits_ = 1;
   int units_ = 0;    // the work list's, at planning
   int longest_ = 0;  // a row of work's at most
@@ -136,7 +137,7 @@ Status DecodeStage::choose_blocks(const Planning& planning) {
         Code::unsupported,
         fmt::format("k = {}, v = {}, head_dim {}: the kernel needs {} bytes of shared memory a block, more than this "
                     "device has",
-                    format_info(kernel_.k).name, format_info(kernel_.v).name, p.head_dim, kernel_.shared_bytes[0])};
+                    format_info(kernel_.k).name, format_info(kernel_.v).name, head_dim_, kernel_.shared_bytes[0])};
   }
   // As many stages as cost no block, or leave each with little to do: then exact pages are what takes the time.
   std::size_t chosen = 0;
@@ -167,7 +168,7 @@ Status DecodeStage::lay_out(const Planning& planning) {
   const auto count = static_cast<std::size_t>(partials) * static_cast<std::size_t>(p.rows);
   ml_at_ = aligned(static_cast<std::size_t>(segments_) * 4 * sizeof(std::int32_t));
   o_at_ = ml_at_ + aligned(count * 2 * sizeof(float));
-  bytes_ = o_at_ + aligned(count * static_cast<std::size_t>(p.cache.encoded_layout.head_dim) * sizeof(float));
+  bytes_ = o_at_ + aligned(count * static_cast<std::size_t>(p.cache.encoded_layout.v.head_dim) * sizeof(float));
   return {};
 }
 
@@ -195,7 +196,7 @@ std::string DecodeStage::explain() const {
   std::string s;
   auto out = std::back_inserter(s);
   fmt::format_to(out, "kernel     {} {}/{}, head_dim {}, {} query rows at once{}\n", name_, format_info(kernel_.k).name,
-                 format_info(kernel_.v).name, p.head_dim, p.rows,
+                 format_info(kernel_.v).name, head_dim_, p.rows,
                  p.row_blocks > 1 ? fmt::format(" ({} row blocks, each reads the keys)", p.row_blocks) : "");
   if (!why_.empty()) fmt::format_to(out, "           {}\n", why_);
   fmt::format_to(out, "products   keys {}, values {}\n",

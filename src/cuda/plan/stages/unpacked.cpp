@@ -155,7 +155,7 @@ Result<StagePtr> make_unpacked(const Planning& planning) {
       !s.ok())
     return s;
   const UnpackKernel unpack =
-      kernels_of(planning.work.stored_head_dim(), [&]<int D>() { return prefill::unpacked::kernel<D>(byte_keys); });
+      kernels_of(planning.work.width(), [&]<int D>() { return prefill::unpacked::kernel<D>(byte_keys); });
   KVANT_CUDA_TRY(prepare_shared(unpack.function, unpack.shared_bytes));
   int blocks = 0;
   KVANT_CUDA_TRY(find_resident(unpack.function, unpack.threads, unpack.shared_bytes, planning.limits, blocks));
