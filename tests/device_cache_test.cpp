@@ -1,6 +1,7 @@
 // The bookkeeping of a cache on a device, on a fake one (support/fake_device.hpp).
 #include <gtest/gtest.h>
 
+#include "core/fmt.hpp"
 #include "support/fake_device.hpp"
 #include "support/sanitized.hpp"
 

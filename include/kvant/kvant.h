@@ -85,7 +85,8 @@ KVANT_C_API kvant_status kvant_info(char* buffer, size_t capacity, size_t* size)
 
 /* Facts about this build alone, as JSON. Unlike kvant_info it starts no driver, so that a process may still fork.
  *   {"version", "page_tokens", "head_dims", "largest_head_dim", "formats",  (as in kvant_info)
- *    "device": null, or {"name", "architectures", "head_dims", "pairs": ["tq6/tq4", ...]}}  (what has kernels)
+ *    "device": null, or {"name", "architectures", "head_dims", "widths": [[192, 128], ...],
+ *               "pairs": ["tq6/tq4", ...]}}  (what has kernels; widths: head_dim and v_head_dim)
  * Buffer as in kvant_info. */
 KVANT_C_API kvant_status kvant_build_info(char* buffer, size_t capacity, size_t* size);
 
