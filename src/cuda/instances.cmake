@@ -37,6 +37,8 @@ kvant_cuda_pair(tq4/tq3 named 1,4 4)
 kvant_cuda_pair(tq4/tq2 named 1,4 4)
 kvant_cuda_pair(bf16/tq4 named 1,4 4)
 
+# Below, HEAD_DIM may be that of keys and values, as in 192/128.
+
 # kvant_cuda_eight_warps(KEYS/VALUES HEAD_DIM TILES): besides, kernels of eight warps for short work
 # (decode/eight_warps.cuh), where they were seen to pay.
 kvant_cuda_eight_warps(tq6/tq4 128 1)
@@ -58,6 +60,9 @@ endforeach()
 
 # kvant_cuda_half_weights(KEYS/VALUES HEAD_DIM TILES): besides, kernels whose weights are halves, for several queries a
 # sequence (Way::half_weights in decode/shape.hpp), where they were seen to pay: 4 and 8 tiles are 16 and 32 rows.
+# (Of tq6's 192 channels no four warps can share a page.)
+kvant_cuda_half_weights(tq4/tq4 192/128 8)
+kvant_cuda_half_weights(tq8/tq8 192/128 8)
 foreach(pair tq6/tq4 tq4/tq4 tq8/tq8)
   kvant_cuda_half_weights(${pair} 128 8)
   kvant_cuda_half_weights(${pair} 256 4,8)

@@ -36,12 +36,20 @@ inline constexpr int kGroupCentres = 32;  // that a warpgroup multiplies with qu
 
 // Warps of a team: as many as keep a page's bytes for each warp near 8 KiB and the channels of each at 128, of sixteen
 // rows at 64 where D allows, because their sums are in registers.
+// Warps of a team begin their keys at multiples of 64 bytes in planes whose parts change places (Swap).
+KVANT_HD constexpr bool can_share_keys(Format k, int head_dim, int warps) {
+  if (head_dim % 64 != 0) return true;
+  for (int plane = 0; plane < plane_count(k); ++plane) {
+    if (plane_bits(k, plane) > 1 && 8 / warps * head_dim * plane_bits(k, plane) / 8 % 64 != 0) return false;
+  }
+  return true;
+}
 KVANT_HD constexpr int team_warps(Format k, Format v, codec::HeadDims dims, int column_tiles) {
   const int bytes = 8 * (dims.k * codec::format_bits(k) + dims.v * codec::format_bits(v));
   const int channels = column_tiles >= 4 ? 64 : 128;
   int warps = bytes > 24576 ? 4 : bytes > 12800 ? 2 : 1;
   while (warps < 4 && dims.v > channels * warps) warps *= 2;
-  while (dims.k % (32 * warps) != 0 || dims.v % (32 * warps) != 0) warps /= 2;
+  while (dims.v % (32 * warps) != 0 || !can_share_keys(k, dims.k, warps)) warps /= 2;
   return warps;
 }
 // The same blocks for kernels of half weights, whose teams are all of a block's warps.
@@ -61,7 +69,7 @@ struct Split {
 // Exact pages are few and large: as many warps as can share one.
 KVANT_HD constexpr int exact_team_warps(codec::HeadDims dims) {
   int warps = kWarps;
-  while (dims.k % (32 * warps) != 0 || dims.v % (32 * warps) != 0) warps /= 2;
+  while (dims.v % (32 * warps) != 0) warps /= 2;
   return warps;
 }
 
@@ -85,6 +93,7 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, kWidth, NT), value_dim(kWidth),
   static constexpr bool kByGroup = kWay == Way::group, kOneStage = kWay == Way::one_stage;
   static constexpr bool kHalfWeights = kWay == Way::half_weights;
   static_assert(!kHalfWeights || (is_integer(KF) && is_integer(VF) && DV % (32 * kWarps) == 0));
+  static_assert(can_share_keys(KF, D, warps_of_team(kWay, KF, VF, kWidth, NT)));
   static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, dims_of(kWidth));
   static constexpr codec::PageLayout kExactLayout =
       codec::page_layout(Format::f16, Format::f16, dims_of(kWidth));  // or bf16
