@@ -95,7 +95,7 @@ function(kvant_cuda_select_pairs wanted result)
   set(${result} ${selected} PARENT_SCOPE)
 endfunction()
 
-# A head_dim, or KEYS/VALUES, as C++ (cuda/tile/width.hpp) and in the names of units.
+# A head_dim, or KEYS/VALUES, as C++ (cuda/width.hpp) and in the names of units.
 function(kvant_cuda_name_width head_dim number name)
   string(REPLACE "/" "v" of_units ${head_dim})
   if(head_dim MATCHES "^([0-9]+)/([0-9]+)$")

@@ -203,7 +203,8 @@ typedef struct kvant_cache_config {
   int32_t pinned;              /* in host memory only: pages are in pinned memory, which devices read and write at the
                                   speed of the link (kvant_copy_sequences). Needs CUDA. 0 (default): they are not */
   int64_t v_head_dim;          /* elements of a value and of an output, 1 to 576, where keys and queries have another
-                                  number (head_dim); 0 (default): head_dim. On a device: head_dim */
+                                  number (head_dim); 0 (default): head_dim. On a device: 128 with a head_dim of
+                                  192, or head_dim */
 } kvant_cache_config;
 
 /* Caches on a device

@@ -9,7 +9,7 @@
 
 #include "core/fmt.hpp"
 #include "cuda/instances.hpp"
-#include "cuda/tile/width.hpp"
+#include "cuda/width.hpp"
 #include "gpu/gpu_world.hpp"
 #include "support/masks.hpp"
 
@@ -30,7 +30,7 @@ inline constexpr Formats kGenericFormats[] = {{"f32", "f32"},   {"f32", "tq4"}, 
 #define KVANT_ENTRY(head_dim) head_dim,
 inline const std::vector<int> kHeadDims = {KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)};
 #undef KVANT_ENTRY
-// These, and keys and values of different head_dims (cuda/tile/width.hpp).
+// These, and keys and values of different head_dims (cuda/width.hpp).
 #define KVANT_ENTRY(width) width,
 inline const std::vector<int> kWidths = {KVANT_CUDA_EACH_WIDTH(KVANT_ENTRY)};
 inline const std::vector<int> kUnequalWidths = {KVANT_CUDA_EACH_UNEQUAL_WIDTH(KVANT_ENTRY)};

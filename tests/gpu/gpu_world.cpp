@@ -276,7 +276,7 @@ bool GpuWorld::serves(const std::string& kind) const {
   const WorldSpec& s = host.spec;
   const bool is_dense = s.k == "bf16" || s.k == "f16", same = s.k == s.v;
   if (is_generic_only()) return false;
-  if (host.v_dim() != s.head_dim)  // of keys and values of different head_dims nothing else reads pages
+  if (host.v_dim() != s.head_dim)  // nothing else reads pages of two head_dims
     return kind == core::kDecodeSm80 && s.k == s.v && (s.k == "tq4" || s.k == "tq8");
   if ((kind == core::kDecodeSm90 || kind == core::kPrefillSm90) && !why_no_sm90().empty()) return false;
   const bool is_default = (s.k == "tq4" || s.k == "tq6") && s.v == "tq4";

@@ -36,7 +36,7 @@ inline const Device& device_of(const std::string& name) {
 
 struct TableEntry {
   Format k, v;
-  int width;  // cuda/tile/width.hpp
+  int width;  // cuda/width.hpp
   DecodeOffer offer;
 };
 // The functions that the tables of src/cuda/instances.cmake call.
@@ -117,7 +117,7 @@ void offer_tiles(const PlannedWork& work, const Device& device, Offers& offers) 
   }
 }
 
-// Of keys and values of different head_dims.
+// The kernels of dense keys for keys and values of different head_dims.
 template <int kWidth>
 void offer_dense(const PlannedWork& work, const Device& device, Offers& offers) {
   using S = prefill::dense::ShapeFor<kWidth>;

@@ -6,7 +6,7 @@
 #include "cuda/append/encode.cuh"
 #include "cuda/append/write.hpp"
 #include "cuda/tile/element.cuh"
-#include "cuda/tile/width.hpp"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda {
 

@@ -58,8 +58,8 @@ struct WriteParams {
   CacheView cache;
   WriteSide k, v;
   std::uint32_t* non_finite;
-  float rotation_scale;     // of the sides that launches write
-  std::int32_t head_dim;    // of these sides, as tensors have it; vectors may be stored padded
+  float rotation_scale;     // for the sides that launches write
+  std::int32_t head_dim;    // their vectors' in tensors; pages may have them padded
   std::int32_t v_head_dim;  // the values', whatever the sides
   std::int32_t layer;
   Dtype rounding;                  // what exact pages are rounded to; f32: no rounding
@@ -81,7 +81,7 @@ constexpr std::int64_t write_items(std::int64_t tokens, std::int64_t tail_pages)
   return (tokens + kPageTokens - 2) / kPageTokens + 1 + tail_pages;
 }
 
-// One a head_dim. What `sides` says is written.
+// One a head_dim. A launch writes the sides that `sides` names.
 struct WriteKernel {
   int head_dim;
   cudaError_t (*prepare)(const WriteParams& params,

@@ -14,7 +14,7 @@
 #include "cuda/read_back/read_back.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
-#include "cuda/tile/width.hpp"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda {
 namespace {

@@ -16,7 +16,7 @@ __device__ __forceinline__ int same_in_warp(int x) {
 template <class S>
 struct Attend {
   static constexpr Format KF = S::kKeyFormat, VF = S::kValueFormat;
-  static constexpr int D = S::kHeadDim, DV = S::kValueDim;  // of keys and queries; of values and sums
+  static constexpr int D = S::kHeadDim, DV = S::kValueDim;  // DV: values and sums
   static constexpr int NT = S::kColumnTiles, BW = S::kBlockWarps;
   static constexpr int R = S::kRows, W = S::kTeam;
 

@@ -36,7 +36,7 @@ struct MergeKernel {
 };
 
 struct DecodeKernels {
-  int width;  // cuda/tile/width.hpp
+  int width;  // cuda/width.hpp
   std::span<const AttendKernel> attend;
   AttendKernel generic;              // takes any formats (generic.cuh)
   std::array<MergeKernel, 2> merge;  // with many warps, which alone may be in clusters; with few

@@ -7,7 +7,7 @@
 #include "cuda/runtime/limits.hpp"
 #include "cuda/schedule/item.hpp"
 #include "cuda/tile/staged.hpp"
-#include "cuda/tile/width.hpp"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda {
 

@@ -258,7 +258,7 @@ Status choose_tiles(const PlannedWork& work, const Offers& offers, std::int64_t 
   return {};
 }
 
-// Of keys and values of different head_dims: unpacked keys, before decode kernels for what is in no round.
+// Unpacked keys where keys and values have different head_dims: decode kernels take what is in no round.
 Status choose_rounds_before_decode(const PlannedWork& work, const Offers& offers, std::int64_t decode_ns,
                                    Choice& choice) {
   const std::string not_compiled = fmt::format("such kernels are not compiled for {}", pair_at(work));

@@ -11,7 +11,7 @@
 #include "core/tuning.hpp"
 #include "cuda/plan/times.hpp"
 #include "cuda/schedule/schedule.hpp"
-#include "cuda/tile/width.hpp"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda {
 
@@ -26,7 +26,7 @@ struct PlannedWork {
   bool any_length;  // sequences may have any length at a run, so that some may have no older tokens then
 
   [[nodiscard]] int head_dim() const { return params.head_dim; }                              // the tensors'
-  [[nodiscard]] int stored_head_dim() const { return params.cache.encoded_layout.head_dim; }  // of keys
+  [[nodiscard]] int stored_head_dim() const { return params.cache.encoded_layout.head_dim; }  // a key's
   [[nodiscard]] int width() const { return width_of(params.cache.encoded_layout); }
   // "192", or "192/128" of keys and values
   [[nodiscard]] std::string head_dim_words() const {

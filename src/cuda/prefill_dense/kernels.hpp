@@ -10,7 +10,8 @@
 
 namespace kvant::cuda::prefill::dense {
 
-// The tensors of a run as the copy engine reads them: [kv_heads][tokens][their head_dim], boxes of kKeys tokens of one head.
+// The tensors of a run as the copy engine reads them: [kv_heads][tokens][their head_dim], boxes of kKeys tokens of one
+// head.
 struct Maps {
   CUtensorMap keys, values;
   // Both are for keys that are bytes (prefill/byte_keys.hpp).
@@ -19,7 +20,7 @@ struct Maps {
 };
 
 struct DenseKernel {
-  int head_dim;          // of keys
+  int head_dim;          // a key's
   Dtype dtype;           // keys, values and queries; that of f16 takes bf16 queries, too
   const void* function;  // takes an AttendParams, a Schedule and Maps
   int shared_bytes, threads;

@@ -13,7 +13,7 @@
 
 #include "cuda/prefill/byte_keys.hpp"
 #include "cuda/prefill/kernels.hpp"
-#include "cuda/tile/width.hpp"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda::prefill::dense {
 

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2) read_back_kernel(const __grid_
   }
 }
 
-// Of sides with vectors of head_dim values.
+// The sides whose vectors have head_dim values.
 cudaError_t read_sides_back(const ReadBackParams& p, int head_dim, int multiprocessors, cudaStream_t stream) {
   const int sides = p.side[0].rows != nullptr && p.side[1].rows != nullptr ? 2 : 1;
   const std::int64_t work = std::int64_t{p.items} * p.cache.kv_heads * sides;

@@ -45,7 +45,7 @@ struct ReadBackParams {
 };
 static_assert(sizeof(ReadBackParams) <= 4096, "the most that every device takes as a kernel's parameters");
 
-// Vectors are stored with head_dims of KVANT_CUDA_EACH_HEAD_DIM; keys and values with different ones take a launch each.
+// Vectors are stored with head_dims of KVANT_CUDA_EACH_HEAD_DIM. Keys and values of different ones take a launch each.
 // A launch has as many blocks as are resident at once, or as there are items.
 cudaError_t read_back(const ReadBackParams& params, int multiprocessors, cudaStream_t stream);
 

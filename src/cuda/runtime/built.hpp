@@ -5,7 +5,7 @@
 
 #include "cuda/instances.hpp"
 #include "cuda/runtime/refusals.hpp"
-#include "cuda/tile/width.hpp"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda {
 

@@ -17,7 +17,7 @@ struct FormatPair {
 
 struct Instances {
   std::span<const int> head_dims;
-  std::span<const codec::HeadDims> widths;  // of keys and values of different head_dims
+  std::span<const codec::HeadDims> widths;  // where keys and values have different head_dims
   std::span<const FormatPair> pairs;        // with attention kernels
   std::span<const FormatPair> others;       // that KVANT_CUDA_PAIRS left out
   const char* option;                       // KVANT_CUDA_PAIRS

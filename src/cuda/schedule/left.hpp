@@ -1,4 +1,4 @@
-// What launches before have left of a batch, as entries for decode kernels. Host only.
+// The part of a batch that rounds have not served, as entries for decode kernels. Host only.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -52,7 +52,7 @@ class DecodeStage final : public Stage {
   [[nodiscard]] std::string explain() const override;
   Status run(StageRun& run) const override {
     AttendParams& p = run.params;
-    const bool is_rest = run.left.served != nullptr;  // of a run whose rounds have served some sequences
+    const bool is_rest = run.left.served != nullptr;  // rounds have served some sequences
     if (is_rest) {
       auto* left = reinterpret_cast<BatchEntry*>(run.workspace + left_at_);
       KVANT_CUDA_TRY(leave_entries(p, run.left.served, left, run.limits.overlaps(), run.native_stream()));
