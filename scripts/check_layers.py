@@ -16,10 +16,10 @@ for rank, names in enumerate(ORDER):
     for name in (names,) if isinstance(names, str) else names:
         RANK[name] = rank
 
-# The same for the folders of src/cuda. Of the files that lie in it itself, view.hpp and instances.hpp
+# The same for the folders of src/cuda. Of the files that lie in it itself, view.hpp, width.hpp and instances.hpp
 # (which CMake makes) are the lowest, below all folders; others are the highest.
 CUDA_ORDER = [
-    ("view.hpp", "instances.hpp"),
+    ("view.hpp", "width.hpp", "instances.hpp"),
     "runtime",
     "tile",
     "schedule",

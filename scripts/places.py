@@ -19,6 +19,7 @@ MAXIMA = {
     "files with softcap arithmetic": 2,  # 1 in src; Python has the definition for torch
     "files that mention softcap": 19,  # 9; one is a second plan in Python
     "files to edit for a CUDA head_dim": 1,
+    "files to edit for a CUDA width": 1,  # keys and values of two head_dims
     "files to edit for a CUDA pair": 1,
     "device branches in src/core": 0,  # outside the stores
     "void* callbacks from kernels": 0,
@@ -118,6 +119,7 @@ def places(files):
     # Sizes as a list or a dispatch names them: `(192 few)`, `case 192:`, `<192>`, `_d192`, `64, 96, 128`. Widths of
     # instructions and tiles are others.
     size = rf"case {SIZE}:|\w<(?:192|512)>|_d{SIZE}\b|\({SIZE} (?:most|few)\)|\b64, 96, 128\b"
+    width = rf"\({SIZE}/{SIZE} (?:most|few)\)|_d{SIZE}v{SIZE}\b|<{SIZE}{{2}}>"
     pair = rf"\b{FORMAT}/{FORMAT} (?:default|named)|(?<!page_layout\()Format::{FORMAT}, *Format::{FORMAT}\b"
     device = (r"(?<!config\.)\b(?:device_|on_device|device)(?: \?| &&|\))(?!\)|;| return device\.status)|"
               r"device\(\) [!=]= nullptr")
@@ -126,6 +128,7 @@ def places(files):
         "files with softcap arithmetic": files_with(under("src/", "python/"), r"\w*tanh", without_strings),
         "files that mention softcap": files_with(code, "softcap"),
         "files to edit for a CUDA head_dim": files_with(cuda, size),
+        "files to edit for a CUDA width": files_with(cuda, width),
         "files to edit for a CUDA pair": files_with(cuda, pair),
         "device branches in src/core": lines_with(core, device),
         # The pointer to a function is a callback if its first argument is what it is called for.

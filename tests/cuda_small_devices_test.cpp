@@ -14,7 +14,7 @@ constexpr int kSmallBytes = 101376;
 
 std::string name_of(const TableEntry& one) {
   const DecodeOffer& o = one.offer;
-  return fmt::format("{} D{} {}{}", pair_name({one.k, one.v}), one.head_dim, o.rows(),
+  return fmt::format("{} D{} {}{}", pair_name({one.k, one.v}), one.width, o.rows(),
                      o.has_eight_warps ? " eight warps"
                      : o.by_group      ? " group"
                      : o.half_weights  ? " half weights"

@@ -1,6 +1,7 @@
 // The bookkeeping of a cache on a device, on a fake one (support/fake_device.hpp).
 #include <gtest/gtest.h>
 
+#include "core/fmt.hpp"
 #include "support/fake_device.hpp"
 #include "support/sanitized.hpp"
 
@@ -367,9 +368,41 @@ TEST(DeviceCache, BackendsAreToldTheSizeOfTheTensors) {
   c.head_dim = 72;
   const auto cache = CacheImpl::create(c, &kFake).value();
   const core::DevicePagesConfig& seen = FakeStore::newest->config;
-  EXPECT_EQ(seen.head_dim, 72);
+  EXPECT_EQ(seen.head_dims.k, 72);
+  EXPECT_EQ(seen.head_dims.v, 72);
   EXPECT_EQ(seen.encoded.head_dim, 80);
   EXPECT_EQ(seen.exact.head_dim, 80);
+}
+
+// A backend that has kernels for some.
+TEST(DeviceCache, KeysAndValuesOfTwoSizesAreStoredWhereThereAreKernels) {
+  core::DeviceBackend backend = kFake;
+  backend.build = [] {
+    return core::DeviceBuild{.architectures = "", .head_dims = {64, 128, 192}, .widths = {{192, 128}}, .pairs = {}};
+  };
+  CacheConfig c = config(1, 1);
+  c.head_dim = 192, c.v_head_dim = 128;
+  {
+    const auto cache = CacheImpl::create(c, &backend).value();
+    const core::DevicePagesConfig& seen = FakeStore::newest->config;
+    EXPECT_EQ(seen.head_dims.k, 192);
+    EXPECT_EQ(seen.head_dims.v, 128);
+    for (const codec::PageLayout& layout : {seen.encoded, seen.exact}) {
+      EXPECT_EQ(layout.k.head_dim, 192);
+      EXPECT_EQ(layout.v.head_dim, 128);
+    }
+  }
+  for (const auto& [k, v] : {std::pair(128, 192), {192, 64}, {191, 128}, {192, 127}, {576, 512}}) {
+    c.head_dim = k, c.v_head_dim = v;
+    const auto refused = CacheImpl::create(c, &backend);
+    EXPECT_EQ(refused.code(), Code::unsupported);
+    for (const std::string& text :
+         {fmt::format("head_dim = {} with v_head_dim = {} on device", k, v), std::string("of one size (64, 128, 192)"),
+          std::string("or of head_dim/v_head_dim 192/128;"), std::string("device = \"cpu\"")})
+      EXPECT_NE(refused.message().find(text), std::string::npos) << refused.message();
+  }
+  c.head_dim = 100, c.v_head_dim = 100;  // padded
+  EXPECT_TRUE(CacheImpl::create(c, &backend).ok());
 }
 
 TEST(DeviceCache, KeysAndValuesOfTwoSizesAreRefused) {
@@ -378,7 +411,7 @@ TEST(DeviceCache, KeysAndValuesOfTwoSizesAreRefused) {
   const auto refused = CacheImpl::create(c, &kFake);
   EXPECT_EQ(refused.code(), Code::unsupported);
   EXPECT_NE(
-      refused.message().find("v_head_dim = 128 with head_dim = 192 on device \"cuda\": kernels there are compiled "
+      refused.message().find("head_dim = 192 with v_head_dim = 128 on device \"cuda\": kernels there are compiled "
                              "for keys and values of one size ("),
       std::string::npos)
       << refused.message();

@@ -144,7 +144,9 @@ TEST(DeviceStore, TakesImportedCodes) {
 // A device stores the next size that it has kernels for, the host the next that has a rotation.
 TEST(DeviceStore, PadsToTheSizesOfItsKernels) {
   core::DeviceBackend backend = test::kFake;
-  backend.build = [] { return core::DeviceBuild{.architectures = "", .head_dims = {256, 64, 128}, .pairs = {}}; };
+  backend.build = [] {
+    return core::DeviceBuild{.architectures = "", .head_dims = {256, 64, 128}, .widths = {}, .pairs = {}};
+  };
   const std::pair<int, int> sizes[] = {{1, 64}, {64, 64}, {65, 128}, {80, 128}, {129, 256}, {256, 256}, {300, 320}};
   for (const auto& [head_dim, stored] : sizes) EXPECT_EQ(core::stored_head_dim_on(&backend, head_dim), stored);
   EXPECT_EQ(core::stored_head_dim_on(nullptr, 72), 80);

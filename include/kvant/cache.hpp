@@ -23,7 +23,7 @@ struct CacheConfig {
   int head_dim = 0;
   /// Elements of a value vector, where a key has another number; 0: head_dim. A query has head_dim elements, an output
   /// v_head_dim.
-  /// On a device both must be the same.
+  /// On a device both are the same, or head_dim is 192 and v_head_dim 128.
   int v_head_dim = 0;
   [[nodiscard]] int v_dim() const noexcept { return v_head_dim == 0 ? head_dim : v_head_dim; }  ///< the number itself
   std::string k = "tq6";  ///< key format; see formats()

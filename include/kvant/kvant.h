@@ -85,7 +85,8 @@ KVANT_C_API kvant_status kvant_info(char* buffer, size_t capacity, size_t* size)
 
 /* Facts about this build alone, as JSON. Unlike kvant_info it starts no driver, so that a process may still fork.
  *   {"version", "page_tokens", "head_dims", "largest_head_dim", "formats",  (as in kvant_info)
- *    "device": null, or {"name", "architectures", "head_dims", "pairs": ["tq6/tq4", ...]}}  (what has kernels)
+ *    "device": null, or {"name", "architectures", "head_dims", "widths": [[192, 128], ...],
+ *               "pairs": ["tq6/tq4", ...]}}  (what has kernels; widths: head_dim and v_head_dim)
  * Buffer as in kvant_info. */
 KVANT_C_API kvant_status kvant_build_info(char* buffer, size_t capacity, size_t* size);
 
@@ -202,7 +203,8 @@ typedef struct kvant_cache_config {
   int32_t pinned;              /* in host memory only: pages are in pinned memory, which devices read and write at the
                                   speed of the link (kvant_copy_sequences). Needs CUDA. 0 (default): they are not */
   int64_t v_head_dim;          /* elements of a value and of an output, 1 to 576, where keys and queries have another
-                                  number (head_dim); 0 (default): head_dim. On a device: head_dim */
+                                  number (head_dim); 0 (default): head_dim. On a device: 128 with a head_dim of
+                                  192, or head_dim */
 } kvant_cache_config;
 
 /* Caches on a device

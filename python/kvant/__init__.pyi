@@ -31,7 +31,7 @@ class Cache:
         where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros. On a device head_dim is 1 to 512,
         and 64, 96, 128, 192, 256 and 512 are stored as they are.
     v_head_dim: the numbers of a value, and of an output, where they are not as many as those of a key and a query;
-        0: head_dim. On a device both must be the same.
+        0: head_dim. On a device both are the same, or 192 and 128.
     k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken at once, so a cache
         needs capacity_tokens, and tensors must be on that device; work is enqueued on torch's current stream (or
@@ -207,7 +207,7 @@ class Pages:
         where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros. On a device head_dim is 1 to 512,
         and 64, 96, 128, 192, 256 and 512 are stored as they are.
     v_head_dim: the numbers of a value, and of an output, where they are not as many as those of a key and a query;
-        0: head_dim. On a device both must be the same.
+        0: head_dim. On a device both are the same, or 192 and 128.
     k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken at once, so a cache
         needs capacity_tokens, and tensors must be on that device; work is enqueued on torch's current stream (or

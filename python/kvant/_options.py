@@ -241,7 +241,7 @@ _CACHE = (
     Option(
         "v_head_dim", "int", 0, partial(_int32, low=0),
         "the numbers of a value, and of an output, where they are not as many as those of a key and a query; 0: "
-        "head_dim. On a device both must be the same.",
+        "head_dim. On a device both are the same, or 192 and 128.",
         "cache pages",
     ),
     Option("k", "str", "tq6", _format, "", "cache pages hf"),

@@ -47,9 +47,12 @@ std::string describe_build() {
   info["device"] = nullptr;
   if (const core::DeviceBackend* device = core::device_backend(); device != nullptr && device->build != nullptr) {
     const core::DeviceBuild build = device->build();
+    nlohmann::ordered_json widths = nlohmann::ordered_json::array();
+    for (const codec::HeadDims& one : build.widths) widths.push_back({one.k, one.v});
     info["device"] = {{"name", device->name},
                       {"architectures", build.architectures},
                       {"head_dims", build.head_dims},
+                      {"widths", widths},
                       {"pairs", build.pairs}};
   }
   return info.dump();

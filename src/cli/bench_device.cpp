@@ -30,7 +30,7 @@ Result<BenchResult> run_device_bench(const std::vector<BenchCase>& cases, const 
   DeviceTools tools(bench, settings, device);
   for (const BenchCase& c : cases) {
     const std::string name =
-        fmt::format("{} {} D {}, {} keys, batch {}", op_name(c.op), c.formats.name(), c.head_dim, c.keys, c.batch);
+        fmt::format("{} {} D {}, {} keys, batch {}", op_name(c.op), c.formats.name(), c.dims(), c.keys, c.batch);
     on_progress(0, name);
     BenchRow row;
     row.bench_case = c;

@@ -31,8 +31,8 @@ struct Fill {
       if (from + rows > f.supply.rows) from = 0;
       for (std::size_t i = 0; i < appends.size(); ++i) appends[i] = {f.sequences[i], tokens};
       if (Status s = f.cache->reserve(appends, stream); !s.ok()) return s;
-      const Status s = f.cache->write(f.sequences, 0, DeviceTools::rows_of(f.supply.keys, *f.c, from, rows),
-                                      DeviceTools::rows_of(f.supply.values, *f.c, from, rows), stream);
+      const Status s = f.cache->write(f.sequences, 0, DeviceTools::rows_of(f.supply, false, *f.c, from, rows),
+                                      DeviceTools::rows_of(f.supply, true, *f.c, from, rows), stream);
       if (!s.ok()) return s;
       done += tokens;
       from += rows;
@@ -44,16 +44,17 @@ struct Fill {
 // Relative L2 of the first tokens of the first sequence, whose rows lie `row_step` apart.
 Result<double> append_error(DeviceTools& tools, const Cache& cache, SequenceId sequence, const BenchCase& c,
                             const DeviceTools::Supply& supply, std::int64_t tokens, std::int64_t row_step) {
-  const auto values = static_cast<std::size_t>(tokens * row_values(c));
-  std::vector<float> keys(values), vals(values);
+  std::vector<float> keys(static_cast<std::size_t>(tokens * row_values(c, false))),
+      vals(static_cast<std::size_t>(tokens * row_values(c, true)));
   const Status status =
       cache.read(sequence, 0, 0, tokens, MutableTensorView::of(keys.data(), tokens, c.kv_heads, c.head_dim),
-                 MutableTensorView::of(vals.data(), tokens, c.kv_heads, c.head_dim), tools.bench.stream());
+                 MutableTensorView::of(vals.data(), tokens, c.kv_heads, c.v_dim()), tools.bench.stream());
   if (!status.ok()) return status;
-  std::vector<std::uint16_t> given(values);
   double error2 = 0, truth2 = 0;
   for (const auto& [decoded, source] : {std::pair(&keys, supply.keys), {&vals, supply.values}}) {
-    const auto row = static_cast<std::size_t>(row_values(c));
+    const std::size_t values = decoded->size();
+    std::vector<std::uint16_t> given(values);
+    const auto row = static_cast<std::size_t>(row_values(c, decoded == &vals));
     const auto apart = static_cast<std::size_t>(row_step) * row;
     const auto parts = static_cast<std::size_t>(row_step == 1 ? 1 : tokens);
     for (std::size_t i = 0; i < parts; ++i) {
@@ -81,8 +82,8 @@ struct Step {
     auto& step = *static_cast<Step*>(self);
     const std::int64_t rows = step.c->batch, from = i * rows;
     if (Status s = step.cache->reserve(step.appends, stream); !s.ok()) return s;
-    return step.cache->write(step.sequences, 0, DeviceTools::rows_of(step.supply.keys, *step.c, from, rows),
-                             DeviceTools::rows_of(step.supply.values, *step.c, from, rows), stream);
+    return step.cache->write(step.sequences, 0, DeviceTools::rows_of(step.supply, false, *step.c, from, rows),
+                             DeviceTools::rows_of(step.supply, true, *step.c, from, rows), stream);
   }
 };
 
@@ -126,7 +127,8 @@ Status measure_append(DeviceTools& tools, BenchRow& row) {
   Result<Cache> cache = tools.make_cache(c, 1);
   if (!cache.ok()) return cache.status();
   const std::int64_t rows_of_call = std::min(c.q_len, c.keys) * c.batch;
-  const std::int64_t rows = std::max(rows_of_call, std::min(kSupplyBytes / (2 * row_values(c)), c.keys * c.batch));
+  const std::int64_t rows =
+      std::max(rows_of_call, std::min(kSupplyBytes / (2 * row_values(c, false)), c.keys * c.batch));
   const Result<DeviceTools::Supply> supply = tools.make_supply(c, rows);
   if (!supply.ok()) return supply.status();
   if (Status s = tools.fill(*supply, c, 0, rows); !s.ok()) return s;

@@ -150,10 +150,11 @@ Status measure_decode(DeviceTools& tools, BenchRow& row, FirstOutputs* of_first)
   row.bytes = static_cast<double>(plan->kv_bytes());
 
   const std::int64_t queries = c.batch * c.q_len;
-  const auto values = static_cast<std::size_t>(queries * c.q_heads * c.head_dim);
+  const auto values = static_cast<std::size_t>(queries * c.q_heads * c.head_dim),
+             out_values = static_cast<std::size_t>(queries * c.q_heads * c.v_dim());
   const Result<void*> q = tools.scratch(DeviceTools::kQueries, values * 2),
-                      out = tools.scratch(DeviceTools::kOut, values * 2);
-  const Result<void*> out32 = tools.scratch(DeviceTools::kOut32, values * 4);
+                      out = tools.scratch(DeviceTools::kOut, out_values * 2);
+  const Result<void*> out32 = tools.scratch(DeviceTools::kOut32, out_values * 4);
   const Result<void*> workspace = tools.scratch(DeviceTools::kWorkspace, plan->workspace_bytes() + 64);
   const Result<const float*> gain = tools.gains(DeviceTools::kQueryGains, c.q_heads, c.head_dim, 1, 3);
   for (const Result<void*>* r : {&q, &out, &out32, &workspace}) {
@@ -168,21 +169,21 @@ Status measure_decode(DeviceTools& tools, BenchRow& row, FirstOutputs* of_first)
   decode.plan = &*plan;
   decode.layers = layers;
   decode.q = TensorView::contiguous(*q, Dtype::bf16, queries, c.q_heads, c.head_dim);
-  decode.out = MutableTensorView::contiguous(*out, Dtype::bf16, queries, c.q_heads, c.head_dim);
+  decode.out = MutableTensorView::contiguous(*out, Dtype::bf16, queries, c.q_heads, c.v_dim());
   if (c.between_mib > 0) decode.others = &tools.bench, decode.other_bytes = c.between_mib << 20;
   decode.options.workspace = {static_cast<std::byte*>(*workspace), plan->workspace_bytes()};
   if (c.op == BenchOp::step || c.scores.fresh_keys) {
     const Result<DeviceTools::Supply> supply = tools.make_supply(c, queries);
     if (!supply.ok()) return supply.status();
     if (Status s = tools.fill(*supply, c, 0, queries); !s.ok()) return s;
-    decode.keys = DeviceTools::rows_of(supply->keys, c, 0, queries);
-    decode.values = DeviceTools::rows_of(supply->values, c, 0, queries);
+    decode.keys = DeviceTools::rows_of(*supply, false, c, 0, queries);
+    decode.values = DeviceTools::rows_of(*supply, true, c, 0, queries);
   }
   std::vector<float> own_keys, own_values;  // fresh ones
   for (const auto& [host, view] : {std::pair(&own_keys, &decode.keys), std::pair(&own_values, &decode.values)}) {
     if (!c.scores.fresh_keys) continue;
     decode.gives_own = true;
-    std::vector<std::uint16_t> bits(static_cast<std::size_t>(queries * row_values(c)));
+    std::vector<std::uint16_t> bits(static_cast<std::size_t>(queries * row_values(c, host == &own_values)));
     if (Status s = tools.bench.download(bits.data(), view->data, bits.size() * 2); !s.ok()) return s;
     *host = widened(bits);
   }
@@ -190,11 +191,11 @@ Status measure_decode(DeviceTools& tools, BenchRow& row, FirstOutputs* of_first)
     Decode once = decode;
     once.grows = nullptr;
     once.others = nullptr;
-    once.out = MutableTensorView::of(static_cast<float*>(*out32), queries, c.q_heads, c.head_dim);
+    once.out = MutableTensorView::of(static_cast<float*>(*out32), queries, c.q_heads, c.v_dim());
     if (Status s = Decode::enqueue(&once, 0, tools.bench.stream()); !s.ok()) return s;
-    std::vector<float> got(values);
+    std::vector<float> got(out_values);
     std::vector<std::uint16_t> q_host(values);
-    if (Status s = tools.bench.download(got.data(), *out32, values * 4); !s.ok()) return s;
+    if (Status s = tools.bench.download(got.data(), *out32, out_values * 4); !s.ok()) return s;
     row.kernel = planned_kernel(*plan);
     row.products = plan->products();
     if (of_first != nullptr && !of_first->values.empty()) {

@@ -14,8 +14,8 @@ constexpr int kFewestSamples = 7, kMostSamples = 201;
 
 }  // namespace
 
-std::int64_t row_values(const BenchCase& c) {
-  return static_cast<std::int64_t>(c.kv_heads) * c.head_dim;
+std::int64_t row_values(const BenchCase& c, bool of_values) {
+  return static_cast<std::int64_t>(c.kv_heads) * (of_values ? c.v_dim() : c.head_dim);
 }
 
 std::vector<float> widened(const std::vector<std::uint16_t>& bf16) {
@@ -63,24 +63,26 @@ Result<const float*> DeviceTools::gains(Use which, int heads, int head_dim, doub
 }
 
 Result<DeviceTools::Supply> DeviceTools::make_supply(const BenchCase& c, std::int64_t rows) {
-  const auto bytes = static_cast<std::size_t>(rows * row_values(c)) * 2;
-  const Result<void*> keys = scratch(kKeys, bytes), values = scratch(kValues, bytes);
+  const auto bytes = [&](bool of_values) { return static_cast<std::size_t>(rows * row_values(c, of_values)) * 2; };
+  const Result<void*> keys = scratch(kKeys, bytes(false)), values = scratch(kValues, bytes(true));
   if (!keys.ok()) return keys.status();
   if (!values.ok()) return values.status();
   const Result<const float*> k = gains(kKeyGains, c.kv_heads, c.head_dim, 10, 1);
-  const Result<const float*> v = gains(kValueGains, c.kv_heads, c.head_dim, 6, 2);
+  const Result<const float*> v = gains(kValueGains, c.kv_heads, c.v_dim(), 6, 2);
   if (!k.ok()) return k.status();
   if (!v.ok()) return v.status();
   return Supply{*keys, *values, *k, *v, rows};
 }
 Status DeviceTools::fill(const Supply& s, const BenchCase& c, std::int64_t first_row, std::int64_t rows) {
-  if (Status status = bench.fill_normal(s.keys, rows, row_values(c), first_row, 11, s.key_gains); !status.ok())
+  if (Status status = bench.fill_normal(s.keys, rows, row_values(c, false), first_row, 11, s.key_gains); !status.ok())
     return status;
-  return bench.fill_normal(s.values, rows, row_values(c), first_row, 12, s.value_gains);
+  return bench.fill_normal(s.values, rows, row_values(c, true), first_row, 12, s.value_gains);
 }
-TensorView DeviceTools::rows_of(const void* data, const BenchCase& c, std::int64_t first, std::int64_t rows) {
-  const auto* bytes = static_cast<const std::byte*>(data) + first * row_values(c) * 2;
-  return TensorView::contiguous(bytes, Dtype::bf16, rows, c.kv_heads, c.head_dim);
+TensorView DeviceTools::rows_of(const Supply& s, bool of_values, const BenchCase& c, std::int64_t first,
+                                std::int64_t rows) {
+  const auto* bytes =
+      static_cast<const std::byte*>(of_values ? s.values : s.keys) + first * row_values(c, of_values) * 2;
+  return TensorView::contiguous(bytes, Dtype::bf16, rows, c.kv_heads, of_values ? c.v_dim() : c.head_dim);
 }
 
 Result<Workload> DeviceTools::fill_cache(const BenchCase& c, int layers, std::int64_t left_out) {
@@ -88,7 +90,7 @@ Result<Workload> DeviceTools::fill_cache(const BenchCase& c, int layers, std::in
   if (!cache.ok()) return cache.status();
   Workload w{c, std::move(*cache), {}, layers};
   for (int i = 0; i < c.batch; ++i) w.sequences.push_back(w.cache.add_sequence());
-  const std::int64_t step = std::clamp<std::int64_t>(kSupplyBytes / (2 * row_values(c) * c.batch), 1,
+  const std::int64_t step = std::clamp<std::int64_t>(kSupplyBytes / (2 * row_values(c, false) * c.batch), 1,
                                                      std::min<std::int64_t>(c.most_keys(), 8192));
   const Result<Supply> supply = make_supply(c, step * c.batch);
   if (!supply.ok()) return supply.status();
@@ -97,8 +99,8 @@ Result<Workload> DeviceTools::fill_cache(const BenchCase& c, int layers, std::in
     if (Status s = fill(*supply, c, done * c.batch, next.rows); !s.ok()) return s;
     if (Status s = w.cache.reserve(next.appends, bench.stream()); !s.ok()) return s;
     for (int layer = 0; layer < layers; ++layer) {
-      const Status s = w.cache.write(next.sequences, layer, rows_of(supply->keys, c, 0, next.rows),
-                                     rows_of(supply->values, c, 0, next.rows), bench.stream());
+      const Status s = w.cache.write(next.sequences, layer, rows_of(*supply, false, c, 0, next.rows),
+                                     rows_of(*supply, true, c, 0, next.rows), bench.stream());
       if (!s.ok()) return s;
     }
   }

@@ -40,7 +40,7 @@ class DeviceTools {
   /// Channels as loud as those of loud_vectors, in device memory.
   Result<const float*> gains(Use which, int heads, int head_dim, double loudness, std::uint64_t seed);
 
-  /// Rows of keys and values, bf16 [rows, kv_heads, head_dim] in device memory.
+  /// Rows of keys and values, bf16 [rows, kv_heads, their head_dim] in device memory.
   struct Supply {
     void* keys;
     void* values;
@@ -50,7 +50,7 @@ class DeviceTools {
   };
   Result<Supply> make_supply(const BenchCase& c, std::int64_t rows);
   Status fill(const Supply& s, const BenchCase& c, std::int64_t first_row, std::int64_t rows);
-  static TensorView rows_of(const void* data, const BenchCase& c, std::int64_t first, std::int64_t rows);
+  static TensorView rows_of(const Supply& s, bool of_values, const BenchCase& c, std::int64_t first, std::int64_t rows);
 
   /// All layers hold the same vectors: only the memory must differ. The last tokens of each sequence may be left out.
   Result<Workload> fill_cache(const BenchCase& c, int layers, std::int64_t left_out);
@@ -76,8 +76,8 @@ class DeviceTools {
 constexpr std::int64_t kSupplyBytes = std::int64_t{128} << 20;  // rows of one write, keys or values
 constexpr int kStepSamples = 15;
 
-/// Elements of a token's keys.
-std::int64_t row_values(const BenchCase& c);
+/// Elements of a token's keys, or of its values.
+std::int64_t row_values(const BenchCase& c, bool of_values);
 std::vector<float> widened(const std::vector<std::uint16_t>& bf16);
 
 /// Outputs of the first of several kinds of kernels for the same work, with which those of the others are compared.

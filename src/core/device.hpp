@@ -33,7 +33,8 @@ struct DevicePagesConfig {
   int device = 0;
   codec::PageLayout encoded, exact;
   int layers = 1, kv_heads = 1;
-  int head_dim = 0;  // the tensors'; refused without kernels for the size, also where the layouts are padded
+  // The tensors'; refused without kernels for the sizes, also where the layouts are padded.
+  codec::HeadDims head_dims;
   std::int64_t encoded_slots = 0, exact_slots = 0;  // taken at once, never grown
   std::int32_t max_sequences = 0;                   // sequence indices are 0 .. max_sequences - 1
   std::int32_t max_pages = 0;                       // pages of one sequence
@@ -118,7 +119,8 @@ struct DevicePlanConfig {
   std::span<const DeviceSequence> sequences;
   std::int32_t batch = 0;  // sequences of the plan, those without queries counted
   Format k = Format::tq6, v = Format::tq4;
-  int kv_heads = 1, head_dim = 0;
+  int kv_heads = 1;
+  codec::HeadDims head_dims;  // the tensors'
 };
 
 // The names that AttentionOptions::kernel takes (core/kernels.def says what they name).
@@ -148,7 +150,8 @@ class DevicePlan {
 struct DeviceBuild {
   std::string architectures;
   std::vector<int> head_dims;
-  std::vector<std::string> pairs;  // "tq6/tq4": formats of keys and values with attention kernels
+  std::vector<codec::HeadDims> widths;  // keys and values of different head_dims
+  std::vector<std::string> pairs;       // "tq6/tq4": formats of keys and values with attention kernels
 };
 
 // The part of a build that is for the devices of a compute capability.
@@ -189,11 +192,12 @@ struct DeviceBackend {
   std::vector<DeviceClass> (*classes)() = nullptr;  // nor this
 };
 
-/// The size at which a device stores vectors of head_dim values: the next that `backend` has kernels for. Where there
-/// is none, that of host memory, which make_pages refuses.
+/// The size at which a device stores vectors of head_dim values, keys' and values': the next that `backend` has kernels
+/// for. Where there is none, that of host memory, which make_pages refuses.
 int stored_head_dim_on(const DeviceBackend* backend, int head_dim);
-/// Refuses keys and values of different sizes, which no device has kernels for.
-Status check_one_head_dim(const CacheConfig& config, const DeviceBackend* backend);
+/// The same for keys and values. Those of different sizes are stored as they are, and refused where `backend` has no
+/// kernels for them.
+Result<codec::HeadDims> stored_dims_on(const DeviceBackend* backend, const CacheConfig& config);
 
 /// Refuses `request` where `backend` is null or cannot be used on this machine, and names what to use `instead`, if
 /// anything.

@@ -15,6 +15,9 @@ kvant_cuda_head_dim(192 few)
 kvant_cuda_head_dim(256 most)
 kvant_cuda_head_dim(512 most)
 
+# kvant_cuda_width(KEYS/VALUES TILES): keys and values of different head_dims, both of which have a line above.
+kvant_cuda_width(192/128 few)
+
 # kvant_cuda_pair(KEYS/VALUES WHEN MOST_TILES FEW_TILES), WHEN: by `default`, or when `named` by KVANT_CUDA_PAIRS. The
 # most used pairs come first.
 kvant_cuda_pair(tq6/tq4 default 1,2,4 1,4)  # the default pair
@@ -33,6 +36,8 @@ kvant_cuda_pair(tq8/tq3 named 1,4 4)
 kvant_cuda_pair(tq4/tq3 named 1,4 4)
 kvant_cuda_pair(tq4/tq2 named 1,4 4)
 kvant_cuda_pair(bf16/tq4 named 1,4 4)
+
+# Below, HEAD_DIM may be that of keys and values, as in 192/128.
 
 # kvant_cuda_eight_warps(KEYS/VALUES HEAD_DIM TILES): besides, kernels of eight warps for short work
 # (decode/eight_warps.cuh), where they were seen to pay.
@@ -55,6 +60,9 @@ endforeach()
 
 # kvant_cuda_half_weights(KEYS/VALUES HEAD_DIM TILES): besides, kernels whose weights are halves, for several queries a
 # sequence (Way::half_weights in decode/shape.hpp), where they were seen to pay: 4 and 8 tiles are 16 and 32 rows.
+# (Of tq6's 192 channels no four warps can share a page.)
+kvant_cuda_half_weights(tq4/tq4 192/128 8)
+kvant_cuda_half_weights(tq8/tq8 192/128 8)
 foreach(pair tq6/tq4 tq4/tq4 tq8/tq8)
   kvant_cuda_half_weights(${pair} 128 8)
   kvant_cuda_half_weights(${pair} 256 4,8)
@@ -65,11 +73,12 @@ endforeach()
 kvant_cuda_group(tq6/tq4 128 4,8,16)
 kvant_cuda_group(tq4/tq4 128 4,8,16)
 
-# kvant_cuda_unit(TEMPLATE NAME WHERE): units NAME_dN.cu, one for each head_dim, made from TEMPLATE. `hopper`: kernels
-# that are compiled for 9.0a alone; `any`: others. The units that take longest to compile come first.
-kvant_cuda_unit(decode/attend attend any)
-kvant_cuda_unit(append/append append any)
-kvant_cuda_unit(prefill_sm80/prefill prefill_sm80 any)
-kvant_cuda_unit(prefill_unpacked/unpack unpack any)
-kvant_cuda_unit(prefill_sm90/prefill prefill hopper)
-kvant_cuda_unit(prefill_dense/dense prefill_dense hopper)
+# kvant_cuda_unit(TEMPLATE NAME WHERE EACH): units NAME_dN.cu made from TEMPLATE, one for each head_dim and, where EACH
+# is `widths`, for each of kvant_cuda_width. `hopper`: kernels that are compiled for 9.0a alone; `any`: others. The
+# units that take longest to compile come first.
+kvant_cuda_unit(decode/attend attend any widths)
+kvant_cuda_unit(append/append append any head_dims)
+kvant_cuda_unit(prefill_sm80/prefill prefill_sm80 any head_dims)
+kvant_cuda_unit(prefill_unpacked/unpack unpack any head_dims)
+kvant_cuda_unit(prefill_sm90/prefill prefill hopper head_dims)
+kvant_cuda_unit(prefill_dense/dense prefill_dense hopper widths)

@@ -49,6 +49,21 @@ TEST_P(GpuRandom, Matches) {
   check_cases(all, GetParam(), 40, "", [](Rng&, RandomCase&) {});
 }
 
+// Keys and values of different head_dims.
+TEST_P(GpuRandom, UnequalWidthsMatch) {
+  SKIP_WITHOUT_DEVICE();
+  RandomChoices all;
+  all.head_dims = {192};
+  all.page_centres = true;
+  for (const Formats& f : kFormats) all.formats.emplace_back(f.k, f.v);
+  const auto set = [](Rng& rng, RandomCase& c) {
+    set_width(c.spec, kUnequalWidths[static_cast<std::size_t>(rng.below(static_cast<int>(kUnequalWidths.size())))]);
+  };
+  check_cases(all, GetParam(), 40, "", set);
+  all.formats = {{"f32", "tq4"}, {"tq6", "f32"}, {"lut4", "lut4"}, {"lut6", "bf16"}, {"tq2", "tq6"}, {"tq5", "bf16"}};
+  check_cases(all, GetParam(), 20, "generic", set);
+}
+
 // Sizes that are stored padded.
 TEST_P(GpuRandom, PaddedMatches) {
   SKIP_WITHOUT_DEVICE();

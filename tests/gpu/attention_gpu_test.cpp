@@ -108,10 +108,10 @@ class GpuFormats : public testing::TestWithParam<std::tuple<int, int>> {};
 
 TEST_P(GpuFormats, RaggedBatch) {
   SKIP_WITHOUT_DEVICE();
-  const auto& [format, head_dim] = GetParam();
+  const auto& [format, width] = GetParam();
   const Formats& f = at(kFormats, format);
   WorldSpec spec = spec_of(f.k, f.v, {{1100, 1}, {1, 1}, {64, 2}, {333, 1}});
-  spec.head_dim = at(kHeadDims, head_dim);
+  set_width(spec, at(kWidths, width));
   spec.group = 4;
   spec.inputs = Inputs::loud;
   EXPECT_TRUE(GpuWorld(spec).matches());
@@ -119,10 +119,10 @@ TEST_P(GpuFormats, RaggedBatch) {
 
 INSTANTIATE_TEST_SUITE_P(All, GpuFormats,
                          testing::Combine(testing::Range(0, static_cast<int>(kFormats.size())),
-                                          testing::Range(0, static_cast<int>(kHeadDims.size()))),
+                                          testing::Range(0, static_cast<int>(kWidths.size()))),
                          [](const auto& i) {
                            return fmt::format("{}_d{}", name_of(at(kFormats, std::get<0>(i.param))),
-                                              at(kHeadDims, std::get<1>(i.param)));
+                                              at(kWidths, std::get<1>(i.param)));
                          });
 
 TEST(GpuShort, EveryFormatOnce) {

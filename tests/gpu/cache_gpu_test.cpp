@@ -59,7 +59,7 @@ constexpr Formats kPairs[] = {{"tq6", "tq4"},  {"tq2", "tq3"},  {"tq3", "tq2"}, 
 
 struct Trial {
   Formats formats;
-  int head_dim;
+  int width;
   Dtype input;
   int sinks, tails;
   std::int64_t window;
@@ -67,7 +67,7 @@ struct Trial {
   std::optional<Dtype> exact{};
 };
 std::string name_of(const Trial& t) {
-  return fmt::format("{}_{}_d{}_{}_sinks{}_tails{}{}{}{}", t.formats.k, t.formats.v, t.head_dim, dtype_name(t.input),
+  return fmt::format("{}_{}_d{}_{}_sinks{}_tails{}{}{}{}", t.formats.k, t.formats.v, t.width, dtype_name(t.input),
                      t.sinks, t.tails, t.window > 0 ? "_window" : "", t.centre == KeyCentre::page ? "_centred" : "",
                      t.exact ? fmt::format("_exact_{}", dtype_name(*t.exact)) : "");
 }
@@ -82,20 +82,20 @@ std::vector<Trial> trials() {
   std::vector<Trial> all;
   std::size_t turn = 0;
   for (const Formats& pair : kPairs) {
-    for (const int d : kHeadDims) {
+    for (const int d : kWidths) {
       const auto& ends = kEnds[turn % 5];
       all.push_back({pair, d, kInputs[turn % 3], ends[0], ends[1], turn % 4 == 3 ? 150 : 0});
       ++turn;
     }
   }
-  for (const int d : kHeadDims) {
+  for (const int d : kWidths) {
     for (const Dtype input : kInputs) all.push_back({kPairs[3], d, input, 2, 0, 0});
   }
   // Page-centred keys: every format at every size, from exact pages of one or two tail pages, from long steps, and as
   // tokens come where there is no tail.
   for (const Formats& pair : kPairs) {
     if (pair.k == std::string("f16") || pair.k == std::string("bf16")) continue;
-    for (const int d : kHeadDims) {
+    for (const int d : kWidths) {
       ++turn;
       all.push_back({pair, d, kInputs[turn % 3], turn % 2 == 0 ? 1 : 0, turn % 3 == 0 ? 2 : 1, turn % 4 == 3 ? 150 : 0,
                      KeyCentre::page});
@@ -104,13 +104,13 @@ std::vector<Trial> trials() {
     }
   }
   for (const Formats& pair : kPlainPairs) {
-    for (const int d : {64, 96, 256, 512}) {
+    for (const int d : {64, 96, 256, 512, 192128}) {
       const auto& ends = kEnds[turn % 5];
       all.push_back({pair, d, kInputs[turn % 3], ends[0], ends[1], turn % 4 == 3 ? 150 : 0});
       ++turn;
     }
   }
-  for (const int d : {96, 128, 512}) {
+  for (const int d : {96, 128, 512, 192128}) {
     for (const Dtype input : kInputs) {
       ++turn;
       const KeyCentre centre = turn % 2 == 0 ? KeyCentre::page : KeyCentre::none;
@@ -134,12 +134,13 @@ class CacheGpu : public testing::TestWithParam<Trial> {};
 TEST_P(CacheGpu, HoldsTheBytesOfAHostCache) {
   SKIP_WITHOUT_DEVICE();
   const Trial& t = GetParam();
-  CacheConfig c = config(t.formats.k, t.formats.v, t.head_dim, t.sinks, t.tails);
+  CacheConfig c = config(t.formats.k, t.formats.v, 0, t.sinks, t.tails);
+  set_width(c, t.width);
   c.window = t.window;
   c.k_centre = t.centre;
   c.exact = t.exact;
   Gpu gpu;
-  DeviceReplay replay(c, t.input, gpu.hooks(), static_cast<std::uint64_t>(t.head_dim));
+  DeviceReplay replay(c, t.input, gpu.hooks(), static_cast<std::uint64_t>(t.width));
   for (int i = 0; i < 24; ++i) {
     SCOPED_TRACE(testing::Message() << "step " << i);
     replay.random_step();
@@ -236,6 +237,7 @@ TEST(CacheGpuRefusals, SayWhatIsAllowed) {
     EXPECT_NE(made.message().find(word), std::string::npos) << made.message();
   };
   refused([](CacheConfig& c) { c.head_dim = 576; }, Code::unsupported, "64, 96, 128, 192, 256, 512");
+  refused([](CacheConfig& c) { c.v_head_dim = 64; }, Code::unsupported, "of head_dim/v_head_dim 192/128");
   refused(
       [](CacheConfig& c) {
         c.v = "lut4";

@@ -9,6 +9,7 @@
 
 #include "core/fmt.hpp"
 #include "cuda/instances.hpp"
+#include "cuda/width.hpp"
 #include "gpu/gpu_world.hpp"
 #include "support/masks.hpp"
 
@@ -29,6 +30,17 @@ inline constexpr Formats kGenericFormats[] = {{"f32", "f32"},   {"f32", "tq4"}, 
 #define KVANT_ENTRY(head_dim) head_dim,
 inline const std::vector<int> kHeadDims = {KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)};
 #undef KVANT_ENTRY
+// These, and keys and values of different head_dims (cuda/width.hpp).
+#define KVANT_ENTRY(width) width,
+inline const std::vector<int> kWidths = {KVANT_CUDA_EACH_WIDTH(KVANT_ENTRY)};
+inline const std::vector<int> kUnequalWidths = {KVANT_CUDA_EACH_UNEQUAL_WIDTH(KVANT_ENTRY)};
+#undef KVANT_ENTRY
+/// For a WorldSpec, a CacheConfig or a Geometry.
+template <class Config>
+void set_width(Config& config, int width) {
+  config.head_dim = cuda::key_dim(width);
+  config.v_head_dim = cuda::value_dim(width) == config.head_dim ? 0 : cuda::value_dim(width);
+}
 
 /// "tq6" stands for the default pair.
 inline WorldSpec spec_of(const std::string& format, std::vector<Lengths> sequences) {

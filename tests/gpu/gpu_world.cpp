@@ -60,11 +60,13 @@ CacheConfig device_config(const WorldSpec& spec, int device) {
 void append_on_device(Cache& cache, SequenceId id, const Qkv& x, std::int64_t begin, std::int64_t end, Dtype dtype,
                       const TestStream& stream, int layer) {
   const CacheConfig& c = cache.config();
-  const auto width = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(c.head_dim);
-  const std::size_t at = static_cast<std::size_t>(begin) * width;
-  const std::size_t n = static_cast<std::size_t>(end - begin) * width;
-  const DeviceRows k(std::span(x.k).subspan(at, n), dtype, end - begin, c.kv_heads, c.head_dim);
-  const DeviceRows v(std::span(x.v).subspan(at, n), dtype, end - begin, c.kv_heads, c.head_dim);
+  const auto rows = [&](const std::vector<float>& all, int head_dim) {
+    const auto width = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(head_dim);
+    const auto some =
+        std::span(all).subspan(static_cast<std::size_t>(begin) * width, static_cast<std::size_t>(end - begin) * width);
+    return DeviceRows(some, dtype, end - begin, c.kv_heads, head_dim);
+  };
+  const DeviceRows k = rows(x.k, c.head_dim), v = rows(x.v, c.v_dim());
   cache.append(id, layer, k.view, v.view, stream.handle()).value();
   stream.wait();  // the rows go when this returns
 }
@@ -145,8 +147,8 @@ std::vector<float> own_rows(const World& world, bool values) {
   std::vector<float> all;
   for (std::size_t i = 0; i < world.qkv.size(); ++i) {
     const std::vector<float>& x = values ? world.qkv[i].v : world.qkv[i].k;
-    const auto count =
-        static_cast<std::ptrdiff_t>(world.spec.sequences[i].q_len * world.spec.kv_heads * world.spec.head_dim);
+    const int dim = values ? world.v_dim() : world.spec.head_dim;
+    const auto count = static_cast<std::ptrdiff_t>(world.spec.sequences[i].q_len * world.spec.kv_heads * dim);
     all.insert(all.end(), x.end() - count, x.end());
   }
   return all;
@@ -189,9 +191,9 @@ Result<Attended> GpuWorld::try_attend(const AttentionOptions& base, const std::v
   const Result<Plan> planned = plan(cache, std::span<const SequenceId>(ids), o);
   if (!planned) return planned.status();
   const std::int64_t rows = planned->total_queries();
-  const int dim = host.spec.head_dim;
+  const int dim = host.spec.head_dim, v_dim = host.v_dim();
   const Strided q(placement.q_dtype, rows, o.q_heads, dim, placement);
-  const Strided out(placement.out_dtype, rows, o.q_heads, dim, placement);
+  const Strided out(placement.out_dtype, rows, o.q_heads, v_dim, placement);
   q.set(host.queries());
   Placement of_fresh = placement;  // at multiples of 16 bytes
   of_fresh.token_padding = placement.token_padding / 8 * 8;
@@ -199,7 +201,7 @@ Result<Attended> GpuWorld::try_attend(const AttentionOptions& base, const std::v
   of_fresh.offset = placement.offset / 8 * 8;
   const std::int64_t own = o.fresh_keys ? rows : 0;
   const Strided keys(host.spec.input_dtype, own, host.spec.kv_heads, dim, of_fresh);
-  const Strided values(host.spec.input_dtype, own, host.spec.kv_heads, dim, of_fresh);
+  const Strided values(host.spec.input_dtype, own, host.spec.kv_heads, v_dim, of_fresh);
   TensorView fresh_keys, fresh_values;
   if (o.fresh_keys) {
     keys.set(own_rows(host, false));
@@ -220,7 +222,7 @@ Result<Attended> GpuWorld::try_attend(const AttentionOptions& base, const std::v
   if (!status) return status;
   stream.wait();
   Attended a;
-  a.out.resize(static_cast<std::size_t>(rows * o.q_heads * dim));
+  a.out.resize(static_cast<std::size_t>(rows * o.q_heads * v_dim));
   if (!out.get(a.out)) return {Code::internal, "something outside the elements of out was written to"};
   if (!lse.padding_untouched() || !workspace.padding_untouched())
     return {Code::internal, "something around lse or the workspace was written to"};
@@ -242,9 +244,12 @@ Expected GpuWorld::expect(const AttentionOptions& base, const std::vector<float>
     for (float& x : q) x = rounded(x, q_dtype);
     std::vector<float> k = d.keys, v = d.values;
     if (base.fresh_keys) {
-      const std::ptrdiff_t own = static_cast<std::ptrdiff_t>(lengths.q_len * spec.kv_heads * spec.head_dim);
-      std::copy(host.qkv[i].k.end() - own, host.qkv[i].k.end(), k.end() - own);
-      std::copy(host.qkv[i].v.end() - own, host.qkv[i].v.end(), v.end() - own);
+      const auto take = [&](const std::vector<float>& given, std::vector<float>& all, int head_dim) {
+        const auto own = static_cast<std::ptrdiff_t>(lengths.q_len * spec.kv_heads * head_dim);
+        std::copy(given.end() - own, given.end(), all.end() - own);
+      };
+      take(host.qkv[i].k, k, spec.head_dim);
+      take(host.qkv[i].v, v, host.v_dim());
     }
     const std::vector<double> q64 = widen(q), k64 = widen(k), v64 = widen(v);
     reference::Problem p;
@@ -253,6 +258,7 @@ Expected GpuWorld::expect(const AttentionOptions& base, const std::vector<float>
     p.q_heads = host.q_heads();
     p.kv_heads = spec.kv_heads;
     p.head_dim = spec.head_dim;
+    p.v_head_dim = spec.v_head_dim;
     p.q = q64;
     p.k = k64;
     p.v = v64;
@@ -270,6 +276,8 @@ bool GpuWorld::serves(const std::string& kind) const {
   const WorldSpec& s = host.spec;
   const bool is_dense = s.k == "bf16" || s.k == "f16", same = s.k == s.v;
   if (is_generic_only()) return false;
+  if (host.v_dim() != s.head_dim)  // nothing else reads pages of two head_dims
+    return kind == core::kDecodeSm80 && s.k == s.v && (s.k == "tq4" || s.k == "tq8");
   if ((kind == core::kDecodeSm90 || kind == core::kPrefillSm90) && !why_no_sm90().empty()) return false;
   const bool is_default = (s.k == "tq4" || s.k == "tq6") && s.v == "tq4";
   if (kind == core::kDecodeSm90) return s.head_dim == 128 && is_default;
@@ -286,10 +294,14 @@ bool GpuWorld::serves(const std::string& kind) const {
 
 bool GpuWorld::unpacked_serves(const AttentionOptions& base, const Placement& placement) const {
   const auto whole = [](std::int64_t elements) { return elements % 8 == 0; };
+  const WorldSpec& s = host.spec;
+  const auto rotated = [](const std::string& format) { return format.rfind("tq", 0) == 0; };
+  const bool before_decode = host.v_dim() != s.head_dim && !base.fresh_keys && !is_generic_only() && !s.key_bases &&
+                             !s.value_bases && (s.k == s.v || (rotated(s.k) && rotated(s.v)));
   return why_no_sm90().empty() && base.mask.tensor.data == nullptr && placement.q_dtype != Dtype::f32 &&
          whole(host.spec.head_dim) && cache.impl().stored_dims().k <= 256 && whole(placement.offset) &&
          whole(placement.token_padding) && whole(placement.head_padding) &&
-         (serves(core::kPrefillSm90) || serves(core::kPrefillSm80));
+         (serves(core::kPrefillSm90) || serves(core::kPrefillSm80) || before_decode);
 }
 bool GpuWorld::fresh_serves(const AttentionOptions& base, const Placement& placement) const {
   return base.fresh_keys && placement.q_dtype == host.spec.input_dtype && unpacked_serves(base, placement);

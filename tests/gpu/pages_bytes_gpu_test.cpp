@@ -25,8 +25,8 @@ struct Written {
 };
 
 std::string name_of(const Written& w) {
-  return fmt::format("{}_{}_d{}_{}_{}", w.geometry.k, w.geometry.v, w.geometry.head_dim, dtype_name(w.dtype),
-                     w.padding);
+  return fmt::format("{}_{}_d{}_v{}_{}_{}", w.geometry.k, w.geometry.v, w.geometry.head_dim, w.geometry.v_dim(),
+                     dtype_name(w.dtype), w.padding);
 }
 
 std::vector<Written> all_written() {
@@ -34,14 +34,12 @@ std::vector<Written> all_written() {
   const char* formats[] = {"tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8", "f16", "bf16"};
   const Dtype dtypes[] = {Dtype::bf16, Dtype::f16, Dtype::f32};
   int i = 0;
-  for (const int head_dim : kHeadDims) {
+  for (const int width : kWidths) {
     for (const char* k : formats) {
       const char* v = formats[(i * 5 + 2) % 9];
-      all.push_back({{k, i % 2 == 0 ? k : v, head_dim, 1 + i % 3},
-                     dtypes[i % 3],
-                     i % 4 == 3   ? 24
-                     : i % 5 == 4 ? 3
-                                  : 0});
+      Geometry g{k, i % 2 == 0 ? k : v, 0, 1 + i % 3};
+      set_width(g, width);
+      all.push_back({g, dtypes[i % 3], i % 4 == 3 ? 24 : i % 5 == 4 ? 3 : 0});
       ++i;
     }
   }
@@ -59,7 +57,7 @@ TEST_P(PagesBytes, AreThoseOfTheHost) {
   const auto write = [&](const std::vector<std::int64_t>& slots) {
     const auto n = static_cast<std::int64_t>(slots.size());
     seed += 2;
-    twins.write(random_rows(n, w.geometry, seed), random_rows(n, w.geometry, seed + 1), slots, w.dtype, w.padding);
+    twins.write(random_rows(n, w.geometry, seed), random_values(n, w.geometry, seed + 1), slots, w.dtype, w.padding);
   };
   // Whole prompts of a few sequences, with skipped tokens between them.
   const std::vector<std::vector<std::int32_t>> blocks = {{7, 2, 9}, {4}, {0, 11}};
@@ -99,8 +97,11 @@ INSTANTIATE_TEST_SUITE_P(Formats, PagesBytes, testing::ValuesIn(all_written()),
 // More tokens than the kernel for few takes: blocks, parts of blocks, and many blocks with a token each.
 TEST(PagesGpu, ManyTokensAtOnce) {
   SKIP_WITHOUT_DEVICE();
-  for (const Geometry& g :
-       {Geometry{"tq4", "tq4", 128, 3}, {"tq5", "tq3", 96, 2}, {"fp8", "f16", 64, 2}, {"tq8", "tq6", 512, 1}}) {
+  for (const Geometry& g : {Geometry{"tq4", "tq4", 128, 3},
+                            {"tq5", "tq3", 96, 2},
+                            {"fp8", "f16", 64, 2},
+                            {"tq8", "tq6", 512, 1},
+                            {.k = "tq6", .v = "tq4", .head_dim = 192, .v_head_dim = 128}}) {
     Twins twins(g, 100);
     std::vector<std::int64_t> slots;
     Rng rng(5);
@@ -112,7 +113,7 @@ TEST(PagesGpu, ManyTokensAtOnce) {
     }
     ASSERT_GT(slots.size(), 2048u + 64u);
     const auto n = static_cast<std::int64_t>(slots.size());
-    twins.write(random_rows(n, g, 1), random_rows(n, g, 2), slots, Dtype::bf16);
+    twins.write(random_rows(n, g, 1), random_values(n, g, 2), slots, Dtype::bf16);
     EXPECT_TRUE(twins.same_bytes()) << g.k << "/" << g.v << " D " << g.head_dim;
     // The tails of the blocks that were filled in part.
     std::vector<std::int64_t> tails;
@@ -123,7 +124,7 @@ TEST(PagesGpu, ManyTokensAtOnce) {
     }
     tails.resize(std::max<std::size_t>(tails.size(), 2100), -1);
     const auto m = static_cast<std::int64_t>(tails.size());
-    twins.write(random_rows(m, g, 3), random_rows(m, g, 4), tails, Dtype::f32);
+    twins.write(random_rows(m, g, 3), random_values(m, g, 4), tails, Dtype::f32);
     EXPECT_TRUE(twins.same_bytes()) << g.k << "/" << g.v << " D " << g.head_dim << ", tails";
   }
 }
@@ -134,9 +135,10 @@ class PagesCentres : public testing::TestWithParam<std::tuple<std::string, int, 
 
 TEST_P(PagesCentres, BytesAreThoseOfTheHost) {
   SKIP_WITHOUT_DEVICE();
-  const auto& [format, head_dim, tail_pages] = GetParam();
+  const auto& [format, width, tail_pages] = GetParam();
   constexpr std::int32_t kSequences = 40, kBlocksEach = 5;
-  Geometry g{format, "tq4", head_dim, head_dim <= 128 ? 5 : 2, tail_pages, kSequences, 1, KeyCentre::page};
+  Geometry g{format, "tq4", 0, width <= 128 ? 5 : 2, tail_pages, kSequences, 1, KeyCentre::page};
+  set_width(g, width);
   Twins twins(g, kSequences * kBlocksEach);
   const DeviceTables tables(kSequences, kBlocksEach);
   const Dtype dtypes[] = {Dtype::bf16, Dtype::f16, Dtype::f32};
@@ -175,7 +177,7 @@ TEST_P(PagesCentres, BytesAreThoseOfTheHost) {
     if (n % 2 == 0) {
       for (float& x : keys) x += 1.5f;
     }
-    twins.write(keys, random_rows(rows, g, seed + 1), slots, dtypes[n % 3]);
+    twins.write(keys, random_values(rows, g, seed + 1), slots, dtypes[n % 3]);
     ASSERT_TRUE(twins.same_bytes()) << "step " << n << " of " << rows << " rows";
   }
   EXPECT_FALSE(twins.device.take_non_finite(twins.stream.handle()).value());
@@ -183,7 +185,7 @@ TEST_P(PagesCentres, BytesAreThoseOfTheHost) {
 
 INSTANTIATE_TEST_SUITE_P(Formats, PagesCentres,
                          testing::Combine(testing::Values("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8"),
-                                          testing::ValuesIn(kHeadDims), testing::Values(0, 1)),
+                                          testing::ValuesIn(kWidths), testing::Values(0, 1)),
                          [](const auto& i) {
                            return fmt::format("{}_d{}_tail_{}", std::get<0>(i.param), std::get<1>(i.param),
                                               std::get<2>(i.param));
@@ -202,22 +204,26 @@ TEST(PagesGpu, CentresWantAStep) {
 
 TEST(PagesGpu, DecodeAndCopy) {
   SKIP_WITHOUT_DEVICE();
-  for (const Geometry& g : {Geometry{"tq4", "tq6", 128, 2}, {"fp8", "bf16", 96, 2}, {"tq3", "tq8", 64, 1}}) {
+  for (const Geometry& g : {Geometry{"tq4", "tq6", 128, 2},
+                            {"fp8", "bf16", 96, 2},
+                            {"tq3", "tq8", 64, 1},
+                            {.k = "tq6", .v = "tq4", .head_dim = 192, .v_head_dim = 128}}) {
     Twins twins(g, 5);
-    twins.write(random_rows(200, g, 1), random_rows(200, g, 2), slots_of({3, 0, 4, 1}, 0, 200));
+    twins.write(random_rows(200, g, 1), random_values(200, g, 2), slots_of({3, 0, 4, 1}, 0, 200));
     std::vector<std::int32_t> ids = {4, 0, 3, 1};
     if (g.kv_heads == 1) ids.resize(4100, 3);  // in parts
     const auto count = static_cast<std::int64_t>(ids.size());
-    const auto elements = static_cast<std::size_t>(count * kPageTokens * g.kv_heads * g.head_dim);
-    std::vector<float> k(elements), v(elements);
-    const auto view = [&](void* data) {
-      return MutableTensorView::contiguous(data, Dtype::f32, count * kPageTokens, g.kv_heads, g.head_dim);
+    const auto rows = static_cast<std::size_t>(count * kPageTokens * g.kv_heads);
+    std::vector<float> k(rows * static_cast<std::size_t>(g.head_dim)), v(rows * static_cast<std::size_t>(g.v_dim()));
+    const auto view = [&](void* data, int head_dim) {
+      return MutableTensorView::contiguous(data, Dtype::f32, count * kPageTokens, g.kv_heads, head_dim);
     };
-    ASSERT_TRUE(twins.host.decode(twins.pool.view, ids.data(), count, view(k.data()), view(v.data())).ok());
-    const DeviceBuffer k_there(elements * 4), v_there(elements * 4), ids_there = DeviceBuffer::of<std::int32_t>(ids);
+    const int dim = g.head_dim, v_dim = g.v_dim();
+    ASSERT_TRUE(twins.host.decode(twins.pool.view, ids.data(), count, view(k.data(), dim), view(v.data(), v_dim)).ok());
+    const DeviceBuffer k_there(k.size() * 4), v_there(v.size() * 4), ids_there = DeviceBuffer::of<std::int32_t>(ids);
     ASSERT_TRUE(twins.device
-                    .decode(twins.device_pool, ids_there.as<std::int32_t>(), count, view(k_there.data()),
-                            view(v_there.data()), twins.stream.handle())
+                    .decode(twins.device_pool, ids_there.as<std::int32_t>(), count, view(k_there.data(), dim),
+                            view(v_there.data(), v_dim), twins.stream.handle())
                     .ok());
     const auto equal = [](const std::vector<float>& a, const std::vector<float>& b) {
       return std::equal(a.begin(), a.end(), b.begin(), b.end());  // the sign of a zero may differ

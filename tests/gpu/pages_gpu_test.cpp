@@ -23,7 +23,10 @@ namespace {
 // Sequences of a world without exact ends, in both pools.
 class Engine {
  public:
-  explicit Engine(const WorldSpec& s) : world(s), twins({s.k, s.v, s.head_dim, s.kv_heads}, blocks_of(s)) {
+  explicit Engine(const WorldSpec& s)
+      : world(s),
+        twins({.k = s.k, .v = s.v, .head_dim = s.head_dim, .kv_heads = s.kv_heads, .v_head_dim = s.v_head_dim},
+              blocks_of(s)) {
     std::int32_t next = 0;
     for (std::size_t i = 0; i < s.sequences.size(); ++i) {
       const Lengths& l = s.sequences[i];
@@ -54,7 +57,8 @@ class Engine {
     plan.set_tables(tables.upload(step), twins.stream.handle()).value();
     const std::vector<float> q = world.queries();
     const std::int64_t rows = world.total_queries(), heads = world.q_heads();
-    const DeviceBuffer q_there = DeviceBuffer::of<float>(q), out_there(q.size() * 4),
+    const DeviceBuffer q_there = DeviceBuffer::of<float>(q),
+                       out_there(static_cast<std::size_t>(rows * heads * world.v_dim()) * 4),
                        lse_there(static_cast<std::size_t>(rows * heads) * 4), workspace(plan.workspace_bytes()),
                        sinks = DeviceBuffer::of<float>(sink_logits);
     FreshTensors fresh;
@@ -65,7 +69,7 @@ class Engine {
       fresh.keys.data = keys.data(), fresh.values.data = values.data();
     }
     plan.run(twins.device_pool, TensorView::of(q_there.as<float>(), rows, heads, world.spec.head_dim),
-             MutableTensorView::of(out_there.as<float>(), rows, heads, world.spec.head_dim),
+             MutableTensorView::of(out_there.as<float>(), rows, heads, world.v_dim()),
              {.stream = twins.stream.handle(),
               .lse = lse_there.as<float>(),
               .sink_logits = sink_logits.empty() ? nullptr : sinks.as<float>(),
@@ -98,11 +102,11 @@ class Engine {
   static constexpr std::int32_t prime_ = 127;
 };
 
-WorldSpec spec(const Formats& f, int head_dim, int group, std::vector<Lengths> sequences) {
+WorldSpec spec(const Formats& f, int width, int group, std::vector<Lengths> sequences) {
   WorldSpec s;
   s.k = f.k;
   s.v = f.v;
-  s.head_dim = head_dim;
+  set_width(s, width);
   s.group = group;
   s.sequences = std::move(sequences);
   s.sink_pages = s.tail_pages = 0;
@@ -114,15 +118,15 @@ class PagesAttention : public testing::TestWithParam<Formats> {};
 // Batches with a few queries each, some of none; plans that are larger than their steps.
 TEST_P(PagesAttention, OfDecodeKernels) {
   SKIP_WITHOUT_DEVICE();
-  for (const int head_dim : kHeadDims) {
+  for (const int width : kWidths) {
     Engine engine(
-        spec(GetParam(), head_dim, head_dim == 64 ? 4 : 2, {{700, 1}, {1, 1}, {65, 4}, {129, 1}, {2048, 1}, {64, 3}}));
+        spec(GetParam(), width, width == 64 ? 4 : 2, {{700, 1}, {1, 1}, {65, 4}, {129, 1}, {2048, 1}, {64, 3}}));
     AttentionOptions options;
     options.kernel = "decode";
     for (const int spare : {0, 3, 40}) {
       for (const bool check : {false, true}) {
         EXPECT_TRUE(engine.matches(engine.attend(engine.limits(options, spare, check)), options, {}, false))
-            << head_dim << ", spare " << spare;
+            << width << ", spare " << spare;
       }
     }
   }
@@ -294,7 +298,7 @@ TEST(PagesGpu, RunsDirectlyBehindSetTables) {
     std::vector<std::int32_t> all;
     for (std::int32_t b = 0; b < kBlocks; ++b) all.push_back(b);
     const std::int64_t tokens = kBlocks * kPageTokens;
-    twins.write(random_rows(tokens, g, 1), random_rows(tokens, g, 2), slots_of(all, 0, tokens));
+    twins.write(random_rows(tokens, g, 1), random_values(tokens, g, 2), slots_of(all, 0, tokens));
     for (const auto& [batch, check] : {std::pair(1, false), {20, false}, {20, true}, {70, false}}) {
       PagesPlanOptions o;
       o.attention.q_heads = kHeads;

@@ -20,12 +20,15 @@ struct Geometry {
   int tail_pages = 0, tail_sequences = 0, layers = 1;
   KeyCentre k_centre = KeyCentre::none;  // page wants begin_step
   int sink_pages = 0, exact_copies = 0;
+  int v_head_dim = 0;  // 0: head_dim
+  [[nodiscard]] int v_dim() const { return v_head_dim > 0 ? v_head_dim : head_dim; }
 };
 
 inline PagesConfig config(const Geometry& g, const char* device) {
   PagesConfig c;
   c.kv_heads = g.kv_heads;
   c.head_dim = g.head_dim;
+  c.v_head_dim = g.v_head_dim;
   c.k = g.k;
   c.v = g.v;
   c.device = device;
@@ -38,9 +41,12 @@ inline PagesConfig config(const Geometry& g, const char* device) {
   return c;
 }
 
-/// Rows of one side.
+/// Rows of keys, and of values.
 inline std::vector<float> random_rows(std::int64_t tokens, const Geometry& g, std::uint64_t seed) {
   return gaussian_vector(static_cast<std::size_t>(tokens * g.kv_heads * g.head_dim), seed);
+}
+inline std::vector<float> random_values(std::int64_t tokens, const Geometry& g, std::uint64_t seed) {
+  return gaussian_vector(static_cast<std::size_t>(tokens * g.kv_heads * g.v_dim()), seed);
 }
 
 // A pool in host memory and its twin on the device.
@@ -60,8 +66,8 @@ class Twins {
   void write(const std::vector<float>& keys, const std::vector<float>& values, const std::vector<std::int64_t>& slots,
              Dtype dtype = Dtype::f32, std::int64_t padding = 0) {
     const auto count = static_cast<std::int64_t>(slots.size());
-    const std::int64_t row = std::int64_t{geometry.kv_heads} * geometry.head_dim;
-    const auto typed = [&](const std::vector<float>& x) {
+    const auto typed = [&](const std::vector<float>& x, int head_dim) {
+      const std::int64_t row = std::int64_t{geometry.kv_heads} * head_dim;
       const std::size_t size = dtype_size(dtype);
       std::vector<std::byte> bytes(static_cast<std::size_t>(count * (row + padding)) * size, std::byte{0xFF});
       for (std::int64_t t = 0; t < count; ++t) {
@@ -78,17 +84,18 @@ class Twins {
       }
       return bytes;
     };
-    const std::vector<std::byte> k = typed(keys), v = typed(values);
+    const std::vector<std::byte> k = typed(keys, geometry.head_dim), v = typed(values, geometry.v_dim());
     const DeviceBuffer k_there = DeviceBuffer::of<std::byte>(k), v_there = DeviceBuffer::of<std::byte>(v);
     const DeviceBuffer slots_there = DeviceBuffer::of<std::int64_t>(slots);
-    const auto view = [&](const void* data) {
-      return TensorView{
-          data, dtype, {count, geometry.kv_heads, geometry.head_dim}, {row + padding, geometry.head_dim, 1}, 0};
+    const auto view = [&](const void* data, int head_dim) {
+      const std::int64_t heads = geometry.kv_heads;
+      return TensorView{data, dtype, {count, heads, head_dim}, {heads * head_dim + padding, head_dim, 1}, 0};
     };
-    host.write(pool.view, view(k.data()), view(v.data()), slots.data(), count).value();
+    const int dim = geometry.head_dim, v_dim = geometry.v_dim();
+    host.write(pool.view, view(k.data(), dim), view(v.data(), v_dim), slots.data(), count).value();
     device
-        .write(device_pool, view(k_there.data()), view(v_there.data()), slots_there.as<std::int64_t>(), count,
-               stream.handle())
+        .write(device_pool, view(k_there.data(), dim), view(v_there.data(), v_dim), slots_there.as<std::int64_t>(),
+               count, stream.handle())
         .value();
     stream.wait();
   }

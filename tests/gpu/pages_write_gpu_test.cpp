@@ -49,7 +49,7 @@ class Sequences {
     seed_ += 2;
     std::vector<float> keys = random_rows(rows, twins.geometry, seed_);
     for (float& x : keys) x += 0.5f;
-    twins.write(keys, random_rows(rows, twins.geometry, seed_ + 1), slots, dtype);
+    twins.write(keys, random_values(rows, twins.geometry, seed_ + 1), slots, dtype);
   }
 
   Twins twins;
@@ -68,12 +68,13 @@ class PagesOctets : public testing::TestWithParam<std::tuple<std::string, int>> 
 
 TEST_P(PagesOctets, AreSharedByWarps) {
   SKIP_WITHOUT_DEVICE();
-  const auto& [format, head_dim] = GetParam();
+  const auto& [format, width] = GetParam();
   constexpr std::int32_t kCount = 24;
   const std::string others[] = {"tq4", "tq6", "tq3", "fp8", "tq5", "bf16", "tq8", "tq2"};
   for (const bool is_key : {true, false}) {
-    const std::string& other = others[head_dim / 32 % 8];
-    Geometry g{is_key ? format : other, is_key ? other : format, head_dim, head_dim <= 128 ? 3 : 1};
+    const std::string& other = others[width / 32 % 8];
+    Geometry g{is_key ? format : other, is_key ? other : format, 0, width <= 128 ? 3 : 1};
+    set_width(g, width);
     g.k_centre = KeyCentre::automatic;
     Sequences sequences(g, kCount, 3);
     std::vector<std::int32_t> tokens;
@@ -94,7 +95,7 @@ TEST_P(PagesOctets, AreSharedByWarps) {
 INSTANTIATE_TEST_SUITE_P(
     Formats, PagesOctets,
     testing::Combine(testing::Values("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8", "f16", "bf16"),
-                     testing::ValuesIn(kHeadDims)),
+                     testing::ValuesIn(kWidths)),
     [](const auto& i) { return fmt::format("{}_d{}", std::get<0>(i.param), std::get<1>(i.param)); });
 
 // Prompts in chunks, drafts and single tokens in one step. Some blocks have copies, others want one and get none; a
@@ -142,7 +143,10 @@ INSTANTIATE_TEST_SUITE_P(Kinds, PagesMixed,
                                          Geometry{"bf16", "tq4", 64, 2, 1, 12, 1, KeyCentre::none, 0, 8},
                                          Geometry{"tq4", "tq4", 128, 5, 0, 0, 1, KeyCentre::page},
                                          Geometry{"tq6", "tq4", 512, 1, 0, 0, 1, KeyCentre::page},
-                                         Geometry{"bf16", "bf16", 128, 2}),
+                                         Geometry{"bf16", "bf16", 128, 2},
+                                         Geometry{"tq6", "tq4", 192, 2, 1, 12, 1, KeyCentre::page, 1, 9, 128},
+                                         Geometry{"tq4", "tq4", 192, 2, 0, 0, 1, KeyCentre::page, 0, 0, 128},
+                                         Geometry{"bf16", "tq4", 192, 2, 1, 12, 1, KeyCentre::none, 0, 8, 128}),
                          [](const auto& i) {
                            const Geometry& g = i.param;
                            return fmt::format("{}_{}_d{}_first_{}_tail_{}_copies_{}{}", g.k, g.v, g.head_dim,

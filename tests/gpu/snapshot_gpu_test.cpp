@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "core/fmt.hpp"
-#include "gpu/gpu_world.hpp"
+#include "gpu/gpu_formats.hpp"
 #include "kvant/snapshot.hpp"
 #include "support/draw.hpp"
 #include "support/inputs.hpp"
@@ -22,15 +22,17 @@ struct Side {
 
   [[nodiscard]] bool is_device() const { return cache.config().device == "cuda"; }
   void append(std::size_t which, std::int64_t tokens, std::uint64_t seed) {
-    const int d = cache.config().head_dim;
+    const int d = cache.config().head_dim, v_d = cache.config().v_dim();
     for (int layer = 0; layer < kLayers; ++layer) {
-      const auto n = static_cast<std::size_t>(tokens * kKvHeads * d);
-      const std::vector<float> k = gaussian_vector(n, seed + 2 * static_cast<std::uint64_t>(layer)),
-                               v = gaussian_vector(n, seed + 2 * static_cast<std::uint64_t>(layer) + 1);
+      const auto rows = [&](int dim, std::uint64_t which_side) {
+        return gaussian_vector(static_cast<std::size_t>(tokens * kKvHeads * dim),
+                               seed + 2 * static_cast<std::uint64_t>(layer) + which_side);
+      };
+      const std::vector<float> k = rows(d, 0), v = rows(v_d, 1);
       const auto put = [&](const float* keys, const float* values) {
         cache
             .append(ids[which], layer, TensorView::of(keys, tokens, kKvHeads, d),
-                    TensorView::of(values, tokens, kKvHeads, d))
+                    TensorView::of(values, tokens, kKvHeads, v_d))
             .value();
       };
       if (!is_device()) {
@@ -43,21 +45,22 @@ struct Side {
     }
   }
   [[nodiscard]] std::vector<float> answers(std::uint64_t seed) const {
-    const int d = cache.config().head_dim;
+    const int d = cache.config().head_dim, v_d = cache.config().v_dim();
     const auto batch = static_cast<std::int64_t>(ids.size());
     const Plan p = plan(cache, std::span<const SequenceId>(ids), {.q_heads = kQHeads}).value();
-    const auto n = static_cast<std::size_t>(batch * kQHeads * d);
-    const std::vector<float> q = gaussian_vector(n, seed);
-    std::vector<float> all, out(n);
+    const auto rows = static_cast<std::size_t>(batch * kQHeads);
+    const std::vector<float> q = gaussian_vector(rows * static_cast<std::size_t>(d), seed);
+    std::vector<float> all, out(rows * static_cast<std::size_t>(v_d));
     for (int layer = 0; layer < kLayers; ++layer) {
       if (!is_device()) {
-        run(p, layer, TensorView::of(q.data(), batch, kQHeads, d), MutableTensorView::of(out.data(), batch, kQHeads, d))
+        run(p, layer, TensorView::of(q.data(), batch, kQHeads, d),
+            MutableTensorView::of(out.data(), batch, kQHeads, v_d))
             .value();
       } else {
-        const DeviceBuffer there_q = DeviceBuffer::of<float>(q), there(n * sizeof(float));
+        const DeviceBuffer there_q = DeviceBuffer::of<float>(q), there(out.size() * sizeof(float));
         const DeviceBuffer workspace(std::max<std::size_t>(p.workspace_bytes(), 1));
         run(p, layer, TensorView::of(there_q.as<float>(), batch, kQHeads, d),
-            MutableTensorView::of(there.as<float>(), batch, kQHeads, d), {.workspace = workspace.span()})
+            MutableTensorView::of(there.as<float>(), batch, kQHeads, v_d), {.workspace = workspace.span()})
             .value();
         out = there.download_as<float>();
       }
@@ -76,11 +79,11 @@ Side load_on(const std::string& path, const char* device) {
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
-Side new_side(const char* k, const char* v, int head_dim, const char* device) {
+Side new_side(const char* k, const char* v, int width, const char* device) {
   CacheConfig c;
   c.layers = kLayers;
   c.kv_heads = kKvHeads;
-  c.head_dim = head_dim;
+  set_width(c, width);
   c.k = k;
   c.v = v;
   c.device = device;
@@ -101,9 +104,9 @@ TEST(SnapshotGpu, GoesOnOnEitherSide) {
   const TemporaryDirectory folder;
   for (const auto& [k, v] : {std::pair("tq6", "tq4"), std::pair("tq4", "tq4"), std::pair("tq8", "tq8"),
                              std::pair("fp8", "fp8"), std::pair("bf16", "bf16"), std::pair("tq3", "tq3")}) {
-    for (const int head_dim : {64, 128, 256}) {
-      SCOPED_TRACE(fmt::format("{}/{}, head_dim {}", k, v, head_dim));
-      Side device = new_side(k, v, head_dim, "cuda"), host = new_side(k, v, head_dim, "cpu");
+    for (const int width : {64, 128, 256, 192128}) {
+      SCOPED_TRACE(fmt::format("{}/{}, width {}", k, v, width));
+      Side device = new_side(k, v, width, "cuda"), host = new_side(k, v, width, "cpu");
       const std::string from_device = folder / "device.kvs", from_host = folder / "host.kvs";
       save(device.cache, from_device).value();
       Side moved = load_on(from_device, "cpu");

@@ -145,3 +145,17 @@ def test_captures_are_evaluated(model, tmp_path):
     found = kvant.eval(path, formats=["f32", "tq8/tq6"])
     errors = {row["k_format"]: row["rel_l2"] for row in found["rows"] if row["layer"] == 0}
     assert errors["f32"] < 1e-5 < errors["tq8"] < 0.1
+
+
+def test_widths_that_a_device_stores(monkeypatch):
+    from kvant.hf.cache import why_not_on_a_device
+
+    build = {"device": {"head_dims": [64, 128, 192], "widths": [[192, 128]]}}
+    monkeypatch.setattr(kvant, "build_info", lambda: build)
+    for head_dim, v_head_dim in ((128, 128), (100, 100), (192, 128)):
+        assert why_not_on_a_device(versions.Geometry(4, head_dim, v_head_dim)) is None
+    for head_dim, v_head_dim in ((128, 192), (192, 64), (512, 64)):
+        reason = why_not_on_a_device(versions.Geometry(4, head_dim, v_head_dim))
+        assert "of one size, or of 192/128" in reason and f"4 x {head_dim}/{v_head_dim}" in reason
+    build["device"] = None  # what has no CUDA says so itself
+    assert why_not_on_a_device(versions.Geometry(4, 192, 64)) is None

@@ -36,7 +36,7 @@ inline const Device& device_of(const std::string& name) {
 
 struct TableEntry {
   Format k, v;
-  int head_dim;
+  int width;  // cuda/width.hpp
   DecodeOffer offer;
 };
 // The functions that the tables of src/cuda/instances.cmake call.
@@ -44,7 +44,7 @@ template <class S>
 TableEntry entry_of() {
   return {S::kKeyFormat,
           S::kValueFormat,
-          S::kHeadDim,
+          width_of(codec::HeadDims{S::kHeadDim, S::kValueDim}),
           {.column_tiles = S::kColumnTiles,
            .teams = S::kTeams,
            .shared_bytes = S::kShared.bytes[0],
@@ -53,25 +53,25 @@ TableEntry entry_of() {
            .half_weights = S::kHalfWeights,
            .one_stage = S::kOneStage}};
 }
-template <Format K, Format V, int D, int kTiles>
+template <Format K, Format V, int kWidth, int kTiles>
 TableEntry attend_entry() {
-  return entry_of<Shape<K, V, D, kTiles, kWarps>>();
+  return entry_of<Shape<K, V, kWidth, kTiles, kWarps>>();
 }
-template <Format K, Format V, int D, int kTiles>
+template <Format K, Format V, int kWidth, int kTiles>
 TableEntry eight_warps_entry() {
-  return entry_of<Shape<K, V, D, kTiles, kEightWarps>>();
+  return entry_of<Shape<K, V, kWidth, kTiles, kEightWarps>>();
 }
-template <Format K, Format V, int D, int kTiles>
+template <Format K, Format V, int kWidth, int kTiles>
 TableEntry one_stage_entry() {
-  return entry_of<OneStage<K, V, D, kTiles>>();
+  return entry_of<OneStage<K, V, kWidth, kTiles>>();
 }
-template <Format K, Format V, int D, int kTiles>
+template <Format K, Format V, int kWidth, int kTiles>
 TableEntry half_weights_entry() {
-  return entry_of<HalfWeights<K, V, D, kTiles>>();
+  return entry_of<HalfWeights<K, V, kWidth, kTiles>>();
 }
-template <Format K, Format V, int D, int kTiles>
+template <Format K, Format V, int kWidth, int kTiles>
 TableEntry group_entry() {
-  return entry_of<Group<K, V, D, kTiles>>();
+  return entry_of<Group<K, V, kWidth, kTiles>>();
 }
 inline const std::vector<TableEntry> kTable = {
 #include "cuda/decode_tables.inc"
@@ -84,7 +84,7 @@ inline TileOffers& offers_of_kind(const char* name, Offers& offers) {
 }
 template <int D>
 void offer_tiles(const PlannedWork& work, const Device& device, Offers& offers) {
-  if (D != work.stored_head_dim()) return;
+  if (D != work.width()) return;
   if constexpr (D <= prefill::kMostHeadDim) {
     if (prefill::has_kernel(work.k, work.v, D))
       offers_of_kind(core::kPrefillSm90, offers).kernel =
@@ -117,11 +117,20 @@ void offer_tiles(const PlannedWork& work, const Device& device, Offers& offers) 
   }
 }
 
+// The kernels of dense keys for keys and values of different head_dims.
+template <int kWidth>
+void offer_dense(const PlannedWork& work, const Device& device, Offers& offers) {
+  using S = prefill::dense::ShapeFor<kWidth>;
+  if (kWidth != work.width()) return;
+  offers.dense =
+      DenseOffer{.rows = S::kRows, .keys = S::kKeys, .shared_bytes = S::kBytes, .has_code = device.limits.has_sm90()};
+}
+
 inline Offers offers_of(const PlannedWork& work, const Device& device) {
   Offers offers{.instances = instances(), .limits = device.limits, .tuning = device.tuning};
   offers.tiles.resize(std::size(kTileKinds));
   for (const TableEntry& one : kTable) {
-    if (one.head_dim != work.stored_head_dim()) continue;
+    if (one.width != work.width()) continue;
     offers.has_decode = true;
     if (one.k != work.k || one.v != work.v) continue;
     offers.decode.push_back(one.offer);
@@ -134,6 +143,9 @@ inline Offers offers_of(const PlannedWork& work, const Device& device) {
 #define KVANT_ENTRY(d) offer_tiles<d>(work, device, offers);
   KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
 #undef KVANT_ENTRY
+#define KVANT_ENTRY(width) offer_dense<width>(work, device, offers);
+  KVANT_CUDA_EACH_UNEQUAL_WIDTH(KVANT_ENTRY)
+#undef KVANT_ENTRY
   return offers;
 }
 
@@ -142,6 +154,7 @@ inline Offers offers_of(const PlannedWork& work, const Device& device) {
 // A batch of alike sequences over a cache with one exact page at either end.
 struct Case {
   int head_dim = 128, stored_head_dim = 0;  // 0: the same
+  int v_head_dim = 0;                       // 0: head_dim; stored as it is
   Format k = Format::tq6, v = Format::tq4;
   int q_heads = 32, kv_heads = 8;
   int sequences = 1;
@@ -158,13 +171,15 @@ class Asked {
  public:
   explicit Asked(const Case& c) : c_(c) {
     const int stored = c.stored_head_dim > 0 ? c.stored_head_dim : c.head_dim;
-    p_.cache.encoded_layout = codec::page_layout(c.k, c.v, stored, 1, codec::is_tq(c.k));
-    p_.cache.exact_layout = codec::page_layout(c.exact, c.exact, stored);
+    const codec::HeadDims dims{stored, c.v_head_dim > 0 ? c.v_head_dim : stored};
+    p_.cache.encoded_layout = codec::page_layout(c.k, c.v, dims, 1, codec::is_tq(c.k));
+    p_.cache.exact_layout = codec::page_layout(c.exact, c.exact, dims);
     p_.cache.sink_pages = p_.cache.tail_pages = codec::is_dense(c.k) ? 0 : 1;
     p_.cache.kv_heads = c.kv_heads;
     p_.cache.max_pages = static_cast<std::int32_t>(2 * c.length / kPageTokens + 2);
     p_.batch = c.sequences;
     p_.q_heads = c.q_heads, p_.group = c.q_heads / c.kv_heads, p_.head_dim = c.head_dim;
+    p_.v_head_dim = c.v_head_dim > 0 ? c.v_head_dim : c.head_dim;
     p_.causal = true;
     p_.window = c.window;
     if (c.mask) p_.mask.data = this;
@@ -205,7 +220,9 @@ inline Result<Chosen> try_choose(const Case& c, const Device& device) {
   Chosen chosen{"", choice->why, choice->ns, 0, choice->byte_keys};
   if (choice->first) chosen.kinds += "prefill_fresh, ";
   if (choice->rounds) chosen.kinds += "prefill_unpacked, ";
-  chosen.kinds += choice->tiles >= 0 ? kTileKinds[choice->tiles]->name : choice->kernel(offers);
+  chosen.kinds += choice->tiles >= 0    ? kTileKinds[choice->tiles]->name
+                  : choice->decode >= 0 ? offers.decode[static_cast<std::size_t>(choice->decode)].kind()
+                                        : choice->kernel(offers);
   if (choice->decode >= 0) chosen.rows = offers.decode[static_cast<std::size_t>(choice->decode)].rows();
   return chosen;
 }

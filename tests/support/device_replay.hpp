@@ -218,14 +218,15 @@ class DeviceReplay {
     }
     const Dtype dtype = kDtypes[rng_.below(3)];
     const bool batch = rng_.below(2) == 0;
-    MutableTensorView out{nullptr, dtype, {batch ? most : rows, c.kv_heads, c.head_dim}, {}};
-    out.stride = {c.kv_heads * (c.head_dim + 1), c.head_dim + 1, 1};
-    if (batch) out.stride = {c.head_dim, most * c.head_dim, 1};
-    if (batch) out.batch_stride = c.kv_heads * most * c.head_dim;
-    const std::int64_t elements =
-        batch ? static_cast<std::int64_t>(ranges.size()) * out.batch_stride : rows * out.stride[0];
     const int layer = static_cast<int>(rng_.below(c.layers));
     for (const bool values : {false, true}) {
+      const int dim = values ? c.v_dim() : c.head_dim;
+      MutableTensorView out{nullptr, dtype, {batch ? most : rows, c.kv_heads, dim}, {}};
+      out.stride = {c.kv_heads * (dim + 1), dim + 1, 1};
+      if (batch) out.stride = {dim, most * dim, 1};
+      if (batch) out.batch_stride = c.kv_heads * most * dim;
+      const std::int64_t elements =
+          batch ? static_cast<std::int64_t>(ranges.size()) * out.batch_stride : rows * out.stride[0];
       const std::vector<std::byte> got =
           hooks_.decode_into(static_cast<std::size_t>(elements) * dtype_size(dtype), [&](void* memory) {
             MutableTensorView to = out;
@@ -238,15 +239,15 @@ class DeviceReplay {
       std::int64_t before = 0;
       for (std::size_t i = 0; i < ranges.size(); ++i) {
         const TokenRange& r = ranges[i];
-        std::vector<float> x(static_cast<std::size_t>((r.end - r.begin) * c.kv_heads * c.head_dim));
-        const auto all = MutableTensorView::of(x.data(), r.end - r.begin, c.kv_heads, c.head_dim);
+        std::vector<float> x(static_cast<std::size_t>((r.end - r.begin) * c.kv_heads * dim));
+        const auto all = MutableTensorView::of(x.data(), r.end - r.begin, c.kv_heads, dim);
         const MutableTensorView none{};
         ASSERT_TRUE(host_->read(r.sequence, layer, r.begin, r.end, values ? none : all, values ? all : none).ok());
         const std::int64_t first = batch ? static_cast<std::int64_t>(i) * out.batch_stride : before * out.stride[0];
         std::size_t at = 0;
         for (std::int64_t t = 0; t < r.end - r.begin; ++t) {
           for (int head = 0; head < c.kv_heads; ++head) {
-            for (int j = 0; j < c.head_dim; ++j, ++at) {
+            for (int j = 0; j < dim; ++j, ++at) {
               const auto element = static_cast<std::size_t>(first + t * out.stride[0] + head * out.stride[1] + j);
               ASSERT_EQ(load_as(dtype, got.data(), element), rounded(x[at], dtype))
                   << (values ? "value" : "key") << " of token " << r.begin + t << ", head " << head << ", channel " << j
@@ -296,7 +297,8 @@ class DeviceReplay {
     next_token_ += static_cast<std::uint64_t>(tokens);
     const CacheConfig& c = host_->config();
     std::vector<CacheRows> layers;
-    for (int layer = 0; layer < c.layers; ++layer) layers.emplace_back(numbers, layer, c.kv_heads, c.head_dim, input_);
+    for (int layer = 0; layer < c.layers; ++layer)
+      layers.emplace_back(numbers, layer, c.kv_heads, c.head_dim, input_, c.v_dim());
     return layers;
   }
 
@@ -361,9 +363,9 @@ class DeviceReplay {
   // All that a page stores of one token.
   static std::vector<std::uint32_t> fields(const codec::PageLayout& layout, const std::byte* block, int token) {
     std::vector<std::uint32_t> all;
-    const int d = layout.head_dim;
     for (const bool values : {false, true}) {
       const codec::SideLayout& side = values ? layout.v : layout.k;
+      const int d = side.head_dim;
       if (side.planes == 0) {
         std::vector<float> row(static_cast<std::size_t>(d));
         codec::detail::load_dense(side, d, block, token, row.data());

@@ -240,13 +240,13 @@ class FakeStore final : public core::DevicePages {
         for (const bool value : {false, true}) {
           const TensorView& tensor = value ? values : keys;
           for (std::int64_t t = begin; t < end; ++t) {
-            const std::vector<float> x = given(tensor, row + t - s.step_begin, head);
+            const std::vector<float> x = given(tensor, row + t - s.step_begin, head, value);
             store(ref.exact >= 0 ? Pool::exact : Pool::encoded, ref, layer, head, value, t, x);
           }
           for (std::int64_t t = p * kPageTokens; turns && t < (p + 1) * kPageTokens; ++t) {
-            std::vector<float> x(static_cast<std::size_t>(config.head_dim));
+            std::vector<float> x(static_cast<std::size_t>(dim_of(value)));
             const codec::SideLayout& side = value ? config.exact.v : config.exact.k;
-            codec::detail::load_dense(side, config.head_dim, block(Pool::exact, ref.exact, layer, head),
+            codec::detail::load_dense(side, dim_of(value), block(Pool::exact, ref.exact, layer, head),
                                       static_cast<int>(t % kPageTokens), x.data());
             store(Pool::encoded, ref, layer, head, value, t, x);
           }
@@ -267,21 +267,22 @@ class FakeStore final : public core::DevicePages {
       const Pool pool = exact ? Pool::exact : Pool::encoded;
       ASSERT_GE(exact ? ref.exact : ref.encoded, 0);
       const codec::SideLayout& side = value ? layout(pool).v : layout(pool).k;
-      std::vector<float> x(static_cast<std::size_t>(config.head_dim));
+      std::vector<float> x(static_cast<std::size_t>(dim_of(value)));
       for (int head = 0; head < config.kv_heads; ++head) {
-        (value ? codec::load_row_v : codec::load_row_k)(side, config.head_dim,
+        (value ? codec::load_row_v : codec::load_row_k)(side, dim_of(value),
                                                         block(pool, exact ? ref.exact : ref.encoded, layer, head),
                                                         static_cast<int>(t % kPageTokens), nullptr, x.data());
         const BasisKind basis = exact ? BasisKind::none : value ? config.v_basis : config.k_basis;
-        codec::output_from_basis({.kind = basis}, config.head_dim, x.data(), 1.0f);
+        codec::output_from_basis({.kind = basis}, dim_of(value), x.data(), 1.0f);
         const std::int64_t at = range * out.batch_stride + (row + t - r.begin) * out.stride[0] + head * out.stride[1];
         for (std::size_t j = 0; j < x.size(); ++j)
           store_as(out.dtype, out.data, static_cast<std::size_t>(at) + j, x[j]);
       }
     }
   }
-  [[nodiscard]] std::vector<float> given(const TensorView& tensor, std::int64_t row, int head) const {
-    std::vector<float> x(static_cast<std::size_t>(config.head_dim));
+  [[nodiscard]] int dim_of(bool value) const { return value ? config.head_dims.v : config.head_dims.k; }
+  [[nodiscard]] std::vector<float> given(const TensorView& tensor, std::int64_t row, int head, bool value) const {
+    std::vector<float> x(static_cast<std::size_t>(dim_of(value)));
     const auto* from = static_cast<const float*>(tensor.data) + row * tensor.stride[0] + head * tensor.stride[1];
     for (std::size_t i = 0; i < x.size(); ++i) {
       x[i] = config.ends.any() ? rounded(from[i], config.exact_dtype) : from[i];
@@ -293,8 +294,8 @@ class FakeStore final : public core::DevicePages {
     if (slot < 0) return;  // a table that the device did not receive: the comparison finds it
     const codec::SideLayout& side = value ? layout(pool).v : layout(pool).k;
     const BasisKind basis = value ? config.v_basis : config.k_basis;
-    if (pool == Pool::encoded) codec::to_basis({.kind = basis}, config.head_dim, x.data(), x.data());
-    (value ? codec::store_row_v : codec::store_row_k)(side, config.head_dim, block(pool, slot, layer, head),
+    if (pool == Pool::encoded) codec::to_basis({.kind = basis}, dim_of(value), x.data(), x.data());
+    (value ? codec::store_row_v : codec::store_row_k)(side, dim_of(value), block(pool, slot, layer, head),
                                                       static_cast<int>(t % kPageTokens), x.data(), nullptr);
   }
 

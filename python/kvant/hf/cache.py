@@ -23,6 +23,17 @@ from .layers import Family, KvantLayer
 from .settings import SHORT_WINDOW, Settings
 
 
+def why_not_on_a_device(geometry: versions.Geometry) -> str | None:
+    """Why a device does not store keys and values of these sizes; None: it does, or says so itself."""
+    device = kvant.build_info()["device"]
+    if geometry.head_dim == geometry.v_head_dim or device is None:
+        return None
+    if [geometry.head_dim, geometry.v_head_dim] in device["widths"]:
+        return None
+    widths = ", ".join(f"{k}/{v}" for k, v in device["widths"])
+    return f"devices have kernels for keys and values of one size, or of {widths} ({geometry})"
+
+
 class KvantCache(versions.Cache):
     """The cache that kvant.hf.cache makes. Any model that transformers can run with a DynamicCache runs with it.
 
@@ -68,8 +79,8 @@ class KvantCache(versions.Cache):
             geometry = versions.predicted_geometry(config, i)
             if reason is None and geometry is not None:
                 reason = self._too_large(geometry)
-                if reason is None and on_device and geometry.head_dim != geometry.v_head_dim:
-                    reason = f"devices have no kernels for keys and values of two sizes ({geometry})"
+                if reason is None and on_device:
+                    reason = why_not_on_a_device(geometry)
             if reason is not None:
                 if kind != "none" and i not in skipped:
                     self._refuse_if_strict(i, reason)

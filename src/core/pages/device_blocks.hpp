@@ -17,7 +17,8 @@ namespace kvant::core {
 struct DeviceBlocksConfig {
   int device = 0;
   codec::PageLayout encoded;
-  int kv_heads = 1, head_dim = 0;
+  int kv_heads = 1;
+  codec::HeadDims head_dims;  // the tensors'
   Format k = Format::tq6, v = Format::tq4;
   BasisKind k_basis = BasisKind::none, v_basis = BasisKind::none;
   PagesTail tail;

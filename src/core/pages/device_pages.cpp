@@ -72,15 +72,14 @@ class DevicePagesPlan final : public PagesPlanImpl {
 
 class DevicePagesImpl final : public PagesImpl {
  public:
-  DevicePagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, const DeviceBackend& backend)
-      : PagesImpl(config, cache, k, v,
-                  {stored_head_dim_on(&backend, cache.head_dim), stored_head_dim_on(&backend, cache.v_dim())}),
-        backend_(backend) {}
+  DevicePagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, codec::HeadDims stored,
+                  const DeviceBackend& backend)
+      : PagesImpl(config, cache, k, v, stored), backend_(backend) {}
   Status make(int number) {
     auto made = backend_.make_blocks({.device = number,
                                       .encoded = spec().encoded,
                                       .kv_heads = spec().config.kv_heads,
-                                      .head_dim = spec().config.head_dim,
+                                      .head_dims = spec().head_dims(),
                                       .k = spec().k,
                                       .v = spec().v,
                                       .k_basis = spec().config.k_basis,
@@ -130,8 +129,9 @@ Result<std::shared_ptr<const PagesImpl>> make_device_pages(const PagesConfig& co
   const bool has_blocks = backend != nullptr && backend->make_blocks != nullptr;
   const std::string request = fmt::format("device = \"{}\"", config.device);
   if (Status s = check_backend(has_blocks ? backend : nullptr, request, "device = \"cpu\""); !s) return s;
-  if (Status s = check_one_head_dim(cache, backend); !s) return s;
-  auto made = std::make_shared<DevicePagesImpl>(config, cache, k, v, *backend);
+  const Result<codec::HeadDims> stored = stored_dims_on(backend, cache);
+  if (!stored) return stored.status();
+  auto made = std::make_shared<DevicePagesImpl>(config, cache, k, v, *stored, *backend);
   if (Status s = made->make(device); !s) return s;
   return std::shared_ptr<const PagesImpl>(std::move(made));
 }

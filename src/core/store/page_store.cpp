@@ -64,15 +64,25 @@ int stored_head_dim_on(const DeviceBackend* backend, int head_dim) {
   return found > 0 ? found : stored_head_dim(head_dim);
 }
 
-Status check_one_head_dim(const CacheConfig& config, const DeviceBackend* backend) {
-  if (config.v_dim() == config.head_dim || backend == nullptr) return {};  // without a backend nothing is supported
-  std::vector<int> dims;
-  if (backend->build != nullptr) dims = backend->build().head_dims;
+Result<codec::HeadDims> stored_dims_on(const DeviceBackend* backend, const CacheConfig& config) {
+  const codec::HeadDims dims{config.head_dim, config.v_dim()};
+  if (dims.k == dims.v || backend == nullptr) {  // without a backend nothing is supported
+    const int stored = stored_head_dim_on(backend, dims.k);
+    return codec::HeadDims{stored, stored_head_dim_on(backend, dims.v)};
+  }
+  DeviceBuild build;
+  if (backend->build != nullptr) build = backend->build();
+  std::string widths;
+  for (const codec::HeadDims& one : build.widths) {
+    if (one.k == dims.k && one.v == dims.v) return dims;
+    widths += fmt::format("{}{}/{}", widths.empty() ? "" : ", ", one.k, one.v);
+  }
   return {Code::unsupported,
-          fmt::format("v_head_dim = {} with head_dim = {} on device \"{}\": kernels there are compiled for keys and "
-                      "values of one size ({}); leave v_head_dim out and pad the smaller vectors with zeros, or use "
+          fmt::format("head_dim = {} with v_head_dim = {} on device \"{}\": kernels there are compiled for keys and "
+                      "values of one size ({}){}; leave v_head_dim out and pad the smaller vectors with zeros, or use "
                       "device = \"cpu\"",
-                      config.v_dim(), config.head_dim, config.device, fmt::join(dims, ", "))};
+                      dims.k, dims.v, config.device, fmt::join(build.head_dims, ", "),
+                      widths.empty() ? "" : ", or of head_dim/v_head_dim " + widths)};
 }
 
 Result<std::optional<int>> parse_device(const std::string& name) {
@@ -94,21 +104,20 @@ Result<Placement> resolve_placement(CacheConfig& config, Format k, Format v, con
   if (!device->has_value())
     return Placement{.stored = {stored_head_dim(config.head_dim), stored_head_dim(config.v_dim())}};
   if (Status s = check_device(config); !s) return s;
-  if (Status s = check_one_head_dim(config, backend); !s) return s;
   const bool exact_ends = config.sink_pages > 0 || config.tail_pages > 0;
   // Before the first write, whose dtypes choose on the host.
   if (exact_ends && !config.exact) config.exact = k == Format::f32 || v == Format::f32 ? Dtype::f32 : Dtype::bf16;
   if (config.max_sequence_tokens == 0) config.max_sequence_tokens = config.capacity_tokens;
-  const int stored_dim = stored_head_dim_on(backend, config.head_dim);
+  const Result<codec::HeadDims> stored = stored_dims_on(backend, config);
+  if (!stored) return stored.status();
   const bool calibrated = config.k_basis == BasisKind::calibrated || config.v_basis == BasisKind::calibrated;
-  if (calibrated && stored_dim != config.head_dim) {
+  if (calibrated && stored->k != config.head_dim) {  // different sizes are stored as they are
     return {Code::unsupported,
             fmt::format("calibrated bases with head_dim = {} on a device: vectors are stored padded to {} there, and "
                         "calibrated bases are for sizes that are stored as they are; use automatic",
-                        config.head_dim, stored_dim)};
+                        config.head_dim, stored->k)};
   }
-  return Placement{
-      .device = *device, .sequence_tokens = config.max_sequence_tokens, .stored = {stored_dim, stored_dim}};
+  return Placement{.device = *device, .sequence_tokens = config.max_sequence_tokens, .stored = *stored};
 }
 
 Result<std::unique_ptr<PageStore>> make_store(const Placement& placement, const CacheSpec& spec, CacheTable& table,
@@ -171,7 +180,7 @@ Status DeviceStore::take_memory() {
                                 .exact = layout(Pool::exact),
                                 .layers = spec_.config.layers,
                                 .kv_heads = spec_.config.kv_heads,
-                                .head_dim = spec_.config.head_dim,
+                                .head_dims = spec_.head_dims(),
                                 .encoded_slots = encoded_slots_,
                                 .exact_slots = exact_slots_,
                                 .max_sequences = static_cast<std::int32_t>(spec_.config.max_sequences),

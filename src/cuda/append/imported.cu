@@ -30,7 +30,7 @@ __device__ bool load_row(const PageJob& job, int token, int stored_dim, bool is_
   const codec::SideLayout& exact = job.layout(true);
   const void* from = is_new ? job.input(token) : dense_row(exact, job.exact, token, stored_dim);
   const Dtype dtype = is_new ? job.side->dtype : dtype_of(exact.format);
-  const int there = is_new ? params.head_dim : stored_dim;
+  const int there = !is_new ? stored_dim : job.is_value ? params.v_head_dim : params.head_dim;
   bool storable = true;
   for (int i = 0; i < stored_dim; ++i) {
     const float given = i < there ? load_element(from, dtype, i) : 0.0f;
@@ -49,7 +49,7 @@ __device__ void store_dense_row(const PageJob& job, bool to_exact, int token, in
   bool value_fits = true;
   if (is_new && !job.is_value) {
     const void* value = job.input_of(params.v, token);
-    for (int i = 0; i < params.head_dim; ++i)
+    for (int i = 0; i < params.v_head_dim; ++i)
       value_fits = value_fits && is_storable(load_element(value, params.v.dtype, i));
   }
   const bool key_is_dense = to_exact || codec::is_dense(params.cache.encoded_layout.k.format);
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(32) imported_kernel(const __grid_constant__ Wr
   ptx::wait_prerequisites();
   ptx::launch_dependents();
   const CacheView& cache = params.cache;
-  const int lane = static_cast<int>(threadIdx.x), stored_dim = cache.encoded_layout.head_dim;
+  const int lane = static_cast<int>(threadIdx.x);
   unsigned number = blockIdx.x;
   const int octet = static_cast<int>(number % kOctets);
   const bool is_value = (number /= kOctets) % 2 != 0;
@@ -80,6 +80,7 @@ __global__ void __launch_bounds__(32) imported_kernel(const __grid_constant__ Wr
   const bool is_new = lane < kOctet && token >= job.begin && token < job.begin + job.count;
   const bool encodes = lane < kOctet && token >= page.encode_begin() && token < page.encode_end();
   const codec::SideLayout& to = job.layout(false);
+  const int stored_dim = to.head_dim;
   const bool is_coded = encodes && !codec::is_dense(to.format);
   float* x = octets.x[lane % kOctet];
   std::uint8_t* codes = octets.codes[lane % kOctet];

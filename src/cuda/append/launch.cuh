@@ -46,13 +46,20 @@ struct StagedLaunch {
   Launch how;
   int k_pitch, v_pitch;  // elements from one staged row to the next
 
+  const WriteSides wanted;  // what all launches together write
+
   StagedLaunch(WriteParams& params, const DeviceLimits& device, cudaStream_t stream)
       : p(params),
         limits(device),
         shared_bytes(staging_bytes(device)),
         how(1, Bulk::kBlockThreads, stream, device.overlaps()),
         k_pitch(staged_pitch(kD, staged_dtype(params, params.k))),
-        v_pitch(staged_pitch(kD, staged_dtype(params, params.v))) {}
+        v_pitch(staged_pitch(kD, staged_dtype(params, params.v))),
+        wanted(params.sides) {}
+  // Blocks of a launch with so many for each side that is written.
+  [[nodiscard]] std::int64_t blocks_of_sides(std::int64_t each) const {
+    return wanted == WriteSides::both ? 2 * each : each;
+  }
 
   // A launch in front of the others, of a kernel that stages no rows.
   template <class... Params>
@@ -67,12 +74,13 @@ struct StagedLaunch {
     p.rows = most_rows <= fit ? most_rows : static_cast<int>(std::bit_floor(static_cast<unsigned>(fit)));
     how.config.dynamicSmemBytes = static_cast<std::size_t>(before + 2 * teams * p.rows * pitch);
   }
-  // For steps of few tokens: blocks of one warp, of any format, both sides.
-  void size_step(std::int64_t blocks, int before, int most_rows) {
+  // For steps of few tokens: blocks of one warp, of any format; so many a side.
+  void size_step(WriteSides sides, std::int64_t blocks, int before, int most_rows) {
     const auto& layout = p.cache.encoded_layout;
+    p.sides = sides;
     room_for(1, before + base::max(table_bytes<false>(layout.k.format), table_bytes<false>(layout.v.format)),
              base::max(k_pitch, v_pitch), most_rows);
-    how.config.gridDim = dim3(static_cast<unsigned>(2 * blocks));
+    how.config.gridDim = dim3(static_cast<unsigned>(sides == WriteSides::both ? 2 * blocks : blocks));
     how.config.blockDim = dim3(StepShape<kD>::kBlockThreads);
   }
   // For a kernel of one format. `dense_blocks`: of a dense format's, a side; `before`: bytes in front of tables.
@@ -130,11 +138,12 @@ cudaError_t launch_many(StagedLaunch<kD>& launch, const SlotList& list, std::int
     return cudaLaunchKernelEx(&launch.how.config, kernel.function, launch.p, list);
   };
   // A kernel of centred keys stores values, too: they have no centre.
-  if (many_kernel_of<kD>(layout.v.format, centred).function == of_keys.function) {
+  if (launch.wanted == WriteSides::both && many_kernel_of<kD>(layout.v.format, centred).function == of_keys.function) {
     return launch_of(WriteSides::both, layout.k.format, of_keys);
   }
-  const cudaError_t error = launch_of(WriteSides::keys, layout.k.format, of_keys);
-  if (error != cudaSuccess) return error;
+  const cudaError_t error =
+      has_keys(launch.wanted) ? launch_of(WriteSides::keys, layout.k.format, of_keys) : cudaSuccess;
+  if (error != cudaSuccess || !has_values(launch.wanted)) return error;
   return launch_of(WriteSides::values, layout.v.format, many_kernel_of<kD>(layout.v.format, false));
 }
 

@@ -12,16 +12,12 @@ inline constexpr int kWriteCtas = 2, kDenseCtas = 8;
 inline constexpr int kKeyShare = 52;
 inline constexpr int kCentreThreads = 32 * kCentresOfWarp;  // a warp a mean
 
-// The side of a block, and its number among the blocks of this side.
-struct SideOfBlock {
-  bool is_value;
-  std::int64_t block, blocks;
-};
+// The same where the first blocks may be those of keys.
 __device__ __forceinline__ SideOfBlock side_of_block(const WriteParams& params) {
-  if (params.sides != WriteSides::both) return {params.sides == WriteSides::values, blockIdx.x, gridDim.x};
-  if (params.key_blocks == 0) return {blockIdx.x % 2 != 0, blockIdx.x / 2, gridDim.x / 2};
-  if (blockIdx.x < params.key_blocks) return {false, blockIdx.x, params.key_blocks};
-  return {true, blockIdx.x - params.key_blocks, gridDim.x - params.key_blocks};
+  if (params.sides != WriteSides::both || params.key_blocks == 0) return side_of_step(params);
+  const auto block = static_cast<int>(blockIdx.x), of_keys = static_cast<int>(params.key_blocks);
+  if (block < of_keys) return {false, block, of_keys};
+  return {true, block - of_keys, static_cast<int>(gridDim.x) - of_keys};
 }
 
 // New rows of pages that are exact, by quarters of a page of a head.
@@ -30,8 +26,9 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kDenseCtas)
     exact_rows_kernel(const __grid_constant__ WriteParams params) {
   constexpr int kParts = 4, kTokens = kPageTokens / kParts;
   ptx::wait_prerequisites();
-  const bool is_value = blockIdx.x % 2 != 0;
-  const auto place = static_cast<int>(blockIdx.x / 2), blocks = static_cast<int>(gridDim.x / 2);
+  const SideOfBlock side = side_of_step(params);
+  const bool is_value = side.is_value;
+  const int place = side.block, blocks = side.blocks;
   const DealtJobs jobs =
       deal(params.items, place, blocks, [&](std::int32_t item) { return find_page(params, item).has_exact_rows(); });
   const int each = params.cache.kv_heads * kParts;
@@ -196,7 +193,8 @@ __device__ __forceinline__ void take_share(const WriteParams& params, const Slot
                                            ManyJob& job) {
   const std::int32_t units = params.items + chunks_of(list) + copied_blocks(list.encode);  // one kind, or the last two
   const std::int64_t jobs = std::int64_t{units} * params.cache.kv_heads;
-  const std::int64_t teams = side.blocks * kTeams<Shape>, place = side.block * kTeams<Shape> + team_of_block<Shape>();
+  const std::int64_t teams = std::int64_t{side.blocks} * kTeams<Shape>,
+                     place = std::int64_t{side.block} * kTeams<Shape> + team_of_block<Shape>();
   job.next = static_cast<std::int32_t>(jobs * place / teams);
   job.end = static_cast<std::int32_t>(jobs * (place + 1) / teams);
   job.token = job.token_end = 0;

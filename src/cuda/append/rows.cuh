@@ -6,6 +6,7 @@
 #include "cuda/append/encode.cuh"
 #include "cuda/append/write.hpp"
 #include "cuda/tile/element.cuh"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda {
 
@@ -93,6 +94,15 @@ __device__ __forceinline__ void load_elements(const void* row, Dtype dtype, int 
   }
 }
 
+// Whether keys of D values may have narrower values: others are loaded without a look at that, which would cost the
+// kernel for steps spills.
+template <int kD>
+inline constexpr bool kMayBeNarrower = false
+#define KVANT_ENTRY(width) || key_dim(width) == kD
+    KVANT_CUDA_EACH_UNEQUAL_WIDTH(KVANT_ENTRY)
+#undef KVANT_ENTRY
+    ;
+
 // Rows as dense ones: into the exact copy, or into a dense format. kWidth elements a thread and turn.
 template <class Shape, int kWidth>
 __device__ __forceinline__ void store_dense(const PageJob& job, bool from_exact, bool to_exact, int first, int last) {
@@ -118,8 +128,9 @@ __device__ __forceinline__ void store_dense(const PageJob& job, bool from_exact,
       float x[kWidth];
       // Vectors are given without the zeros that they are stored with.
       const int there = given ? head_dim - channel : kWidth;
-      if (has_value) {
-        load_elements(job.input_of(values, token), values.dtype, channel, there, x);
+      const int values_there = kMayBeNarrower<kD> ? job.params->v_head_dim - channel : there;
+      if (has_value && (!kMayBeNarrower<kD> || values_there > 0)) {
+        load_elements(job.input_of(values, token), values.dtype, channel, values_there, x);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) without_value |= is_storable(x[j]) ? 0u : 1u << j;
       }

@@ -30,13 +30,14 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   ptx::launch_dependents();
   const int groups = head_groups<Shape>(params.cache.kv_heads), each = kPageTokens * groups;
   const int jobs = list.lists.counts->copied * each;
-  for (auto i = static_cast<int>(blockIdx.x / 2); i < jobs; i += static_cast<int>(gridDim.x / 2)) {
+  const SideOfBlock side = side_of_step(params);
+  for (int i = side.block; i < jobs; i += side.blocks) {
     CopiedRows rows = list.lists.copied[i / each];
     const int at = i % each / groups, row = rows.row + at;
     rows.to.position += at;
     if (at >= rows.count || row < 0 || row >= list.count || list.slots[row] != rows.to.slot()) continue;
-    store_copied_row<Shape, kStoredHeads<Shape>>(params, list, row, i % groups * kStoredHeads<Shape>,
-                                                 blockIdx.x % 2 != 0, rows.to);
+    store_copied_row<Shape, kStoredHeads<Shape>>(params, list, row, i % groups * kStoredHeads<Shape>, side.is_value,
+                                                 rows.to);
   }
 }
 
@@ -63,9 +64,10 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   __shared__ TokenWork found;  // registers that hold it would be missing
   __shared__ std::int32_t next;
   const int heads = params.cache.kv_heads;
-  const bool begun = kCentred && list.begun;
-  const bool is_value = !begun && blockIdx.x % 2 != 0;
-  auto number = static_cast<std::int32_t>(begun ? blockIdx.x : blockIdx.x / 2);
+  const bool begun = kCentred && list.begun;  // then all blocks do keys
+  const SideOfBlock side = side_of_step(params);
+  const bool is_value = side.is_value;
+  std::int32_t number = side.block;
   const auto fill_tables = [&] {
     const codec::PageLayout& layout = params.cache.encoded_layout;
     fill_tables_of<Shape, kCentred>((is_value ? layout.v : layout.k).format);
@@ -111,7 +113,7 @@ cudaError_t launch_many_slots(StagedLaunch<kD>& launch, const SlotList& list) {
   const auto& layout = launch.p.cache.encoded_layout;
   const std::int64_t heads = launch.p.cache.kv_heads, busy = launch.limits.multiprocessors;
   const std::int64_t chunks = (std::int64_t{list.count} + kPageTokens - 1) / kPageTokens;
-  if (codec::is_centred(layout)) {
+  if (codec::is_centred(layout) && has_keys(launch.wanted)) {
     const std::int64_t groups = (heads + kCentresOfWarp - 1) / kCentresOfWarp;
     const cudaError_t error = launch.launch_before(base::max(chunks * groups, kCentreCtas * busy), kCentreThreads,
                                                    &slot_centres_kernel<kD>, launch.p, list);
@@ -129,7 +131,8 @@ cudaError_t launch_copied(WriteParams& p, const SlotList& list, const DeviceLimi
   p.k.rows = p.v.rows = nullptr;
   p.k.token_stride = p.v.token_stride = p.k.head_stride = p.v.head_stride = 0;
   p.k.dtype = p.v.dtype = p.rounding;
-  p.head_dim = kD;  // copies have the zeros that vectors are padded with
+  p.head_dim = kD,
+  p.v_head_dim = p.cache.encoded_layout.v.head_dim;  // copies have the zeros that vectors are padded with
   StagedLaunch<kD> launch(p, limits, stream);
   return launch_many_slots(launch, list);
 }
@@ -139,8 +142,8 @@ cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& lim
   using Step = StepShape<kD>;
   StagedLaunch<kD> launch(p, limits, stream);
   const bool centred = codec::is_centred(p.cache.encoded_layout);
-  const auto launch_few = [&](std::int64_t pairs_of_blocks) {
-    launch.size_step(pairs_of_blocks, centred ? kCentreBytes<Step> : 0, 1);
+  const auto launch_few = [&](WriteSides sides, std::int64_t blocks) {
+    launch.size_step(sides, blocks, centred ? kCentreBytes<Step> : 0, 1);
     return cudaLaunchKernelEx(&launch.how.config, few_slots_of<kD>(centred), p, list);
   };
   if (centred && std::int64_t{list.tables.batch} * p.cache.kv_heads >= 0x7FFFFFFF / kPageTokens / 2)
@@ -148,19 +151,22 @@ cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& lim
   const bool fills = list.tables.max_query_len > kPageTokens &&
                      (list.lists.rows != nullptr || list.count / (2 * kPageTokens) >= list.tables.batch);
   const bool many = list.count > (fills ? kFewLongSlots : kFewSlots);
-  list.begun_later = centred && list.tables.batch > 0 && (many || (list.count > 1 && list.tables.max_query_len != 1));
+  list.begun_later = centred && has_keys(launch.wanted) && list.tables.batch > 0 &&
+                     (many || (list.count > 1 && list.tables.max_query_len != 1));
   cudaError_t error = cudaSuccess;
   if (!many) {
-    error = launch_few(std::int64_t{list.count} * p.cache.kv_heads);
+    error = launch_few(launch.wanted, std::int64_t{list.count} * p.cache.kv_heads);
   } else {
     if (list.lists.rows != nullptr) {
-      error = launch.launch_before(std::int64_t{kCopyingCtas} * limits.multiprocessors, Step::kBlockThreads,
-                                   &copied_rows_kernel<Step>, p, list);
+      error = launch.launch_before(launch.blocks_of_sides(std::int64_t{kCopyingCtas} * limits.multiprocessors / 2),
+                                   Step::kBlockThreads, &copied_rows_kernel<Step>, p, list);
     }
     if (error == cudaSuccess) error = launch_many_slots(launch, list);
   }
   list.begun = list.begun_later;
-  if (error == cudaSuccess && list.begun) error = launch_few(std::int64_t{kBegunCtas} * limits.multiprocessors / 2);
+  if (error == cudaSuccess && list.begun)
+    error = launch_few(WriteSides::keys, std::int64_t{kBegunCtas} * limits.multiprocessors / 2 * 2);
+  p.sides = launch.wanted;
   if (error != cudaSuccess || many || list.encode.blocks == nullptr) return error;
   list.slots = nullptr, list.count = 0;
   return launch_copied<kD>(p, list, limits, stream);

@@ -55,8 +55,8 @@ struct SlotList {
 };
 static_assert(sizeof(WriteParams) + sizeof(SlotList) <= 4096, "the most that every device takes as parameters");
 
-// One a head_dim. Kernels read the pool, layouts, sides, scale and flag of the WriteParams; a launch sets `rows`,
-// `sides` and what is said above.
+// One a head_dim. Kernels read the pool, layouts, sides, scale and flag of the WriteParams; a launch sets `rows` and
+// what is said above.
 struct SlotKernel {
   int head_dim;
   cudaError_t (*prepare)(const WriteParams& params, const DeviceLimits& limits);  // once

@@ -18,8 +18,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <span>
 
+#include "codec/rotation.hpp"
 #include "cuda/instances.hpp"
 #include "cuda/runtime/runtime.hpp"
 #include "cuda/view.hpp"
@@ -43,14 +46,21 @@ struct WriteSide {
 };
 
 enum class WriteSides : std::int32_t { both, keys, values };
+constexpr bool has_keys(WriteSides sides) {
+  return sides != WriteSides::values;
+}
+constexpr bool has_values(WriteSides sides) {
+  return sides != WriteSides::keys;
+}
 
 struct WriteParams {
   static constexpr int kMostEntries = 256;
   CacheView cache;
   WriteSide k, v;
   std::uint32_t* non_finite;
-  float rotation_scale;
-  std::int32_t head_dim;  // as tensors have it; vectors may be stored padded
+  float rotation_scale;     // for the sides that launches write
+  std::int32_t head_dim;    // their vectors' in tensors; pages may have them padded
+  std::int32_t v_head_dim;  // the values', whatever the sides
   std::int32_t layer;
   Dtype rounding;                  // what exact pages are rounded to; f32: no rounding
   std::int32_t items, items_each;  // all entries together; each entry, 0 if they differ
@@ -58,7 +68,7 @@ struct WriteParams {
   std::int32_t storing;            // blocks a side of the step kernel that store dense rows, its first ones
   std::int32_t rows;               // that fit shared memory at once
   std::int32_t begins;             // 1: the step kernel does keys of pages that a part of the step begins
-  WriteSides sides;                // what this launch writes
+  WriteSides sides;                // what this launch writes, and, before, what all launches are to write
   std::int32_t entries;
   WriteEntry entry[kMostEntries];
   // The first blocks of a launch of both sides around centres, which store keys; otherwise 0.
@@ -71,12 +81,12 @@ constexpr std::int64_t write_items(std::int64_t tokens, std::int64_t tail_pages)
   return (tokens + kPageTokens - 2) / kPageTokens + 1 + tail_pages;
 }
 
-// One a head_dim.
+// One a head_dim. A launch writes the sides that `sides` names.
 struct WriteKernel {
   int head_dim;
   cudaError_t (*prepare)(const WriteParams& params,
                          const DeviceLimits& limits);  // once, not while a stream is captured
-  // The longest step has so many tokens. Sets `rows` and `sides`.
+  // The longest step has so many tokens. Sets `rows`.
   cudaError_t (*launch)(WriteParams& params, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream);
 };
 // Each is defined in a unit of its own (append.cu.in).
@@ -87,5 +97,40 @@ WriteKernel write_kernel_of();
   WriteKernel write_kernel_of<head_dim>();
 KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
 #undef KVANT_DECLARE
+
+// The kernels that store rows of pages with such a layout, by their head_dims: one for both sides, or one for each,
+// whose launches follow one another.
+template <class Kernel>
+class KernelsOfSides {
+ public:
+  KernelsOfSides() = default;
+  KernelsOfSides(const codec::PageLayout& layout, std::span<const Kernel> kernels)
+      : k_(find(kernels, layout.k.head_dim)), v_(find(kernels, layout.v.head_dim)) {}
+  // One for all head_dims.
+  explicit KernelsOfSides(const Kernel& kernel) : k_(&kernel), v_(&kernel) {}
+  [[nodiscard]] bool is_compiled() const { return k_ != nullptr && v_ != nullptr; }
+
+  // run(kernel, params) for both sides, or for keys and then values. `head_dims`: the tensors'.
+  template <class Run>
+  cudaError_t each(WriteParams& params, codec::HeadDims head_dims, const Run& run) const {
+    params.v_head_dim = head_dims.v;
+    const auto of_sides = [&](const Kernel& kernel, WriteSides sides, int stored, int head_dim) {
+      params.sides = sides, params.head_dim = head_dim, params.rotation_scale = codec::rotation_scale(stored);
+      return run(kernel, params);
+    };
+    const codec::PageLayout& layout = params.cache.encoded_layout;
+    if (k_ == v_) return of_sides(*k_, WriteSides::both, layout.k.head_dim, head_dims.k);
+    const cudaError_t error = of_sides(*k_, WriteSides::keys, layout.k.head_dim, head_dims.k);
+    return error != cudaSuccess ? error : of_sides(*v_, WriteSides::values, layout.v.head_dim, head_dims.v);
+  }
+
+ private:
+  static const Kernel* find(std::span<const Kernel> kernels, int head_dim) {
+    const auto found =
+        std::find_if(kernels.begin(), kernels.end(), [&](const Kernel& k) { return k.head_dim == head_dim; });
+    return found == kernels.end() ? nullptr : &*found;
+  }
+  const Kernel *k_ = nullptr, *v_ = nullptr;
+};
 
 }  // namespace kvant::cuda

@@ -34,6 +34,18 @@ KVANT_HD constexpr int head_groups(int kv_heads) {
   return (kv_heads + kStoredHeads<Shape> - 1) / kStoredHeads<Shape>;
 }
 
+// The side of a block, and its number among the blocks of this side; where a launch is of both, every other block is of
+// values.
+struct SideOfBlock {
+  bool is_value;
+  int block, blocks;
+};
+__device__ __forceinline__ SideOfBlock side_of_step(const WriteParams& params) {
+  const auto block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  if (params.sides != WriteSides::both) return {params.sides == WriteSides::values, block, blocks};
+  return {block % 2 != 0, block / 2, blocks / 2};
+}
+
 struct ExactPlace {
   int slot;  // the exact page's; below 0: there is none
   int token;
@@ -54,8 +66,8 @@ __device__ __forceinline__ void store_exact_row(const WriteParams& params, std::
     const int left = params.head_dim - lane;
     load_bits(side.rows, side.dtype, row * side.token_stride + head * side.head_stride + lane, left, bits[i]);
     if (!is_value) {
-      load_bits(params.v.rows, params.v.dtype, row * params.v.token_stride + head * params.v.head_stride + lane, left,
-                value_bits[i]);
+      load_bits(params.v.rows, params.v.dtype, row * params.v.token_stride + head * params.v.head_stride + lane,
+                params.v_head_dim - lane, value_bits[i]);
     }
   }
   const ExactPlace place = find();
@@ -136,8 +148,9 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
     step_kernel(const __grid_constant__ WriteParams params) {
   const CacheView& cache = params.cache;
   const bool begins = params.begins != 0;  // pages; then all blocks do keys
-  const bool is_value = !begins && blockIdx.x % 2 != 0;
-  const auto block = static_cast<int>(begins ? blockIdx.x : blockIdx.x / 2);
+  const SideOfBlock side = side_of_step(params);
+  const bool is_value = side.is_value;
+  const int block = side.block;
   if (block < params.storing) return store_new_row<Shape>(params, block, is_value);
   // Jobs are octets of the pages with rows to encode among 32 items, dealt to the blocks that look at the same items;
   // of a step of a cache without a tail, one page of a head.
@@ -147,7 +160,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   const int heads = cache.kv_heads, octets = by_octet ? kOctets : 1, each = heads * octets;
   DealtJobs jobs{block / heads, 1, block % heads, each};
   if (by_octet) {
-    const int blocks = static_cast<int>(begins ? gridDim.x : gridDim.x / 2) - params.storing;
+    const int blocks = side.blocks - params.storing;
     jobs = deal(params.items, block - params.storing, blocks, [&](std::int32_t item) {
       const TouchedPage page = find_page(params, item);
       return begins ? page.is_begun_by_part() : page.encode_begin() < page.encode_end();

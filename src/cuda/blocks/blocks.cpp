@@ -4,7 +4,6 @@
 #include <optional>
 #include <vector>
 
-#include "codec/rotation.hpp"
 #include "core/device.hpp"
 #include "core/fmt.hpp"
 #include "core/plan/planned.hpp"
@@ -15,27 +14,25 @@
 #include "cuda/read_back/read_back.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda {
 namespace {
 
 constexpr std::int32_t kDecodedAtOnce = 4096;  // blocks
 
-const SlotKernel* find_slot_kernel(int head_dim) {
+KernelsOfSides<SlotKernel> find_slot_kernels(const codec::PageLayout& layout) {
   static const SlotKernel kKernels[] = {
 #define KVANT_ENTRY(head_dim) slot_kernel_of<head_dim>(),
       KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
 #undef KVANT_ENTRY
   };
-  for (const SlotKernel& k : kKernels) {
-    if (k.head_dim == head_dim) return &k;
-  }
-  return nullptr;
+  return {layout, kKernels};
 }
 
 Status check_config(const core::DeviceBlocksConfig& c) {
-  if (find_slot_kernel(c.encoded.head_dim) == nullptr)
-    return {Code::unsupported, refuse_head_dim(instances(), c.head_dim)};
+  if (!find_slot_kernels(c.encoded).is_compiled())
+    return {Code::unsupported, refuse_head_dim(instances(), c.head_dims.k)};
   for (const auto& [side, format] : {std::pair("k", c.k), std::pair("v", c.v)}) {
     if (format != Format::f32) continue;
     return {Code::unsupported,
@@ -111,9 +108,9 @@ Status check_pool(const BlockPool& pool, const core::DeviceBlocksConfig& c) {
 CacheView view_of(const core::DeviceBlocksConfig& c) {
   CacheView view{};
   view.encoded_layout = c.encoded;
-  view.exact_layout = c.tail.pages > 0
-                          ? c.tail.layout
-                          : codec::page_layout(Format::bf16, Format::bf16, c.encoded.head_dim);  // there are none
+  view.exact_layout = c.tail.pages > 0 ? c.tail.layout
+                                       : codec::page_layout(Format::bf16, Format::bf16,
+                                                            dims_of(width_of(c.encoded)));  // there are none
   view.exact_slot_bytes = static_cast<std::uint64_t>(view.exact_layout.block_bytes) * c.kv_heads;
   view.tail_pages = c.tail.pages;
   view.steps_keep_exact = 1;
@@ -187,7 +184,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
                                         .k = config_.k,
                                         .v = config_.v,
                                         .kv_heads = config_.kv_heads,
-                                        .head_dim = config_.head_dim};
+                                        .head_dims = config_.head_dims};
     if (Status s = plan_.prepare(config, {.entries = tables_.entries}); !s) return s;
     if (Status s = plan_.list_items({}); !s) return s;
     KVANT_CUDA_TRY(cudaDeviceSynchronize());
@@ -236,7 +233,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
                                    .out = {out.data, out.dtype, out.stride[0], out.stride[1]},
                                    .lse = options.lse,
                                    .q_heads = options_.attention.q_heads,
-                                   .head_dim = config_.head_dim},
+                                   .head_dim = config_.head_dims.v},
                                   native(options.stream)));
       if (Status s = plan_.list_items(options.stream); !s.ok()) return s;
     }
@@ -273,7 +270,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
 class Blocks final : public core::DeviceBlocks {
  public:
   explicit Blocks(const core::DeviceBlocksConfig& config)
-      : config_(config), kernel_(find_slot_kernel(config.encoded.head_dim)), memory_(config.device) {}
+      : config_(config), kernels_(find_slot_kernels(config.encoded)), memory_(config.device) {}
 
   Status make() {
     const Current current(config_.device);
@@ -289,7 +286,10 @@ class Blocks final : public core::DeviceBlocks {
     if (Status s = memory_.take(listed_, kDecodedAtOnce, "a list of blocks"); !s) return s;
     if (Status s = memory_.take(listed_sequence_, 1, "a list of blocks"); !s) return s;
     if (Status s = make_tail(); !s) return s;
-    KVANT_CUDA_TRY(kernel_->prepare(write_params({}), limits_));
+    WriteParams params = write_params({});
+    KVANT_CUDA_TRY(kernels_.each(params, config_.head_dims, [&](const SlotKernel& kernel, const WriteParams& p) {
+      return kernel.prepare(p, limits_);
+    }));
     KVANT_CUDA_TRY(cudaDeviceSynchronize());
     return {};
   }
@@ -330,7 +330,10 @@ class Blocks final : public core::DeviceBlocks {
     const bool is_long = list.tables.max_query_len == 0 || list.tables.max_query_len > kPageTokens;
     if (has_copies() && (is_long || config_.tail.encode_at_once))
       list.encode = to_encode(list.lists.left, &list.lists.counts->left, pool.layer, 1);
-    KVANT_CUDA_TRY(kernel_->launch(p, list, limits_, native(stream)));
+    KVANT_CUDA_TRY(kernels_.each(p, config_.head_dims, [&](const SlotKernel& kernel, WriteParams of_sides) {
+      SlotList of_kernel = list;
+      return kernel.launch(of_sides, of_kernel, limits_, native(stream));
+    }));
     return {};
   }
 
@@ -347,7 +350,6 @@ class Blocks final : public core::DeviceBlocks {
     p.cache.pages = listed_;
     p.cache.sequences = listed_sequence_;
     p.cache.max_pages = kDecodedAtOnce;
-    p.head_dim = config_.head_dim;
     p.entries = 1;
     for (std::int64_t first = 0; first < count; first += kDecodedAtOnce) {
       const auto blocks = static_cast<std::int32_t>(std::min<std::int64_t>(kDecodedAtOnce, count - first));
@@ -357,8 +359,8 @@ class Blocks final : public core::DeviceBlocks {
                                   .pages = listed_,
                                   .sequence = listed_sequence_},
                                  native(stream)));
-      p.side[0] = side_of(keys, config_.k_basis, first);
-      p.side[1] = side_of(values, config_.v_basis, first);
+      p.side[0] = side_of(keys, config_.k_basis, config_.head_dims.k, first);
+      p.side[1] = side_of(values, config_.v_basis, config_.head_dims.v, first);
       p.items = blocks;
       p.entry[0] = {};
       p.entry[0].end = blocks * kPageTokens;
@@ -413,7 +415,7 @@ class Blocks final : public core::DeviceBlocks {
   }
 
  private:
-  static ReadBackSide side_of(const MutableTensorView& t, BasisKind basis, std::int64_t first_block) {
+  static ReadBackSide side_of(const MutableTensorView& t, BasisKind basis, int head_dim, std::int64_t first_block) {
     std::byte* rows = static_cast<std::byte*>(t.data);
     if (rows != nullptr)
       rows += first_block * kPageTokens * t.stride[0] * static_cast<std::int64_t>(dtype_size(t.dtype));
@@ -423,6 +425,7 @@ class Blocks final : public core::DeviceBlocks {
             .batch_stride = 0,
             .dtype = t.dtype,
             .basis = basis,
+            .head_dim = head_dim,
             .center = nullptr,
             .inverse = nullptr};
   }
@@ -471,8 +474,6 @@ class Blocks final : public core::DeviceBlocks {
     p.cache.encoded = pool.data;
     p.cache.encoded_slot_bytes = static_cast<std::uint64_t>(pool.block_stride);
     p.cache.exact = tail_.layer(pool.layer);
-    p.rotation_scale = codec::rotation_scale(config_.encoded.head_dim);
-    p.head_dim = config_.head_dim;
     p.rounding = config_.tail.pages > 0 ? config_.tail.dtype : Dtype::f32;
     p.k.basis = config_.k_basis;
     p.v.basis = config_.v_basis;
@@ -512,7 +513,9 @@ class Blocks final : public core::DeviceBlocks {
     WriteParams p = write_params({});
     SlotList list{};
     list.encode = to_encode(blocks, count, first_layer, layers);
-    KVANT_CUDA_TRY(kernel_->encode(p, list, limits_, stream));
+    KVANT_CUDA_TRY(kernels_.each(p, config_.head_dims, [&](const SlotKernel& kernel, WriteParams of_sides) {
+      return kernel.encode(of_sides, list, limits_, stream);
+    }));
     return {};
   }
   // Encodes those of `blocks` whose codes lack tokens that their copies have, if the pool is a layer's. The blocks
@@ -529,7 +532,7 @@ class Blocks final : public core::DeviceBlocks {
   }
 
   const core::DeviceBlocksConfig config_;
-  const SlotKernel* kernel_;
+  KernelsOfSides<SlotKernel> kernels_;
   DeviceLimits limits_{};
   core::Tuning tuning_;
   Memory memory_;

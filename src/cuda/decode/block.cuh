@@ -16,7 +16,8 @@ __device__ __forceinline__ int same_in_warp(int x) {
 template <class S>
 struct Attend {
   static constexpr Format KF = S::kKeyFormat, VF = S::kValueFormat;
-  static constexpr int D = S::kHeadDim, NT = S::kColumnTiles, BW = S::kBlockWarps;
+  static constexpr int D = S::kHeadDim, DV = S::kValueDim;  // DV: values and sums
+  static constexpr int NT = S::kColumnTiles, BW = S::kBlockWarps;
   static constexpr int R = S::kRows, W = S::kTeam;
 
   static constexpr bool kQueriesInRegisters = is_integer(KF) && NT * kQuerySteps<KF, D> <= 8;
@@ -25,7 +26,7 @@ struct Attend {
   std::byte* shared;
   int lane, g, t, warp, team, member;  // member: of the team
   typename S::Info* info;
-  float o[2 * (S::kByGroup ? Split<S::kExactTeam, D, BW>::kUnits : S::kUnits)][NT][2];
+  float o[2 * (S::kByGroup ? Split<S::kExactTeam, DV, BW>::kUnits : S::kUnits)][NT][2];
   float m[NT], l[NT];
   std::byte* weights;  // operands of the second product
   float* scratch;      // the team's

@@ -69,8 +69,8 @@ __device__ __forceinline__ void Attend<S>::copy_exact(std::byte* to, const std::
                                                        key_constants);
     }
   } else {
-    const std::byte* from = block + kValues + (half - 2) * 64 * D;
-    copy_rows<4 / TW, 16 * D, S::kExactValueRow, Swap::halves>(to, from, 4 / TW * member, lane, key_constants);
+    const std::byte* from = block + kValues + (half - 2) * 64 * DV;
+    copy_rows<4 / TW, 16 * DV, S::kExactValueRow, Swap::halves>(to, from, 4 / TW * member, lane, key_constants);
   }
 }
 

@@ -118,7 +118,7 @@ __device__ __forceinline__ void Attend<S>::exact_pages_by_eight_warps(const Part
     ptx::copy_wait<1>();
     __syncthreads();  // values and weights have arrived
     if (half < 2) {
-      half_values<false, 1, TW, Swap::halves>(memory + (2 + half) * S::kShared.exact_half, S::kExactValueRow, 2 * D,
+      half_values<false, 1, TW, Swap::halves>(memory + (2 + half) * S::kShared.exact_half, S::kExactValueRow, 2 * DV,
                                               half, bf16, fold[0]);
     }
     __syncthreads();  // every lane has read its values and weights
@@ -138,7 +138,7 @@ __device__ __forceinline__ void Attend<S>::exact_pages_by_eight_warps(const Part
 template <class S>
 template <int TW>
 __device__ bool Attend<S>::write_partial_of_eight_warps(const Part& part) {
-  using L = Split<TW, D, BW>;
+  using L = Split<TW, DV, BW>;
   static_assert(L::kTeams > 1);
   const int team = warp / TW, member = warp % TW;
 #pragma unroll
@@ -170,7 +170,7 @@ __device__ bool Attend<S>::write_partial_of_eight_warps(const Part& part) {
     }
   }
   __syncthreads();
-  float* out = p.partial_o + static_cast<std::size_t>(part.partial) * static_cast<std::size_t>(R * D);
+  float* out = p.partial_o + static_cast<std::size_t>(part.partial) * static_cast<std::size_t>(R * DV);
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
 #pragma unroll
@@ -184,7 +184,7 @@ __device__ bool Attend<S>::write_partial_of_eight_warps(const Part& part) {
         const float4 y = *place(other, i);
         x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
       }
-      *reinterpret_cast<float4*>(out + (4 * n + t) * D + member * L::kChannels + 32 * unit + 4 * g) = x;
+      *reinterpret_cast<float4*>(out + (4 * n + t) * DV + member * L::kChannels + 32 * unit + 4 * g) = x;
     }
   }
   return end_partial(part);

@@ -11,7 +11,7 @@ namespace kvant::cuda {
 template <class S>
 __device__ __forceinline__ void Attend<S>::exact_pages(const Part& part) {
   constexpr int TW = S::kExactTeam;
-  using L = Split<TW, D, BW>;
+  using L = Split<TW, DV, BW>;
   const int stages = p.exact_stages;
   std::byte* memory = shared + S::kShared.exact + warp / TW * (stages * S::kShared.exact_half + S::kShared.exact_rest);
   weights = memory + stages * S::kShared.exact_half;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void Attend<S>::exact_pages(const Part& part) {
 #pragma unroll 1
     for (int half = 2; half < 4; ++half) {
       wait();
-      half_values<false, 1, TW, Swap::halves>(stage(half), S::kExactValueRow, 2 * D, half - 2, bf16, fold[0]);
+      half_values<false, 1, TW, Swap::halves>(stage(half), S::kExactValueRow, 2 * DV, half - 2, bf16, fold[0]);
       next(half);
     }
     here = ahead;

@@ -1,4 +1,4 @@
-// Attention over pages of any format, in float32: decoded elements, multiply-adds. One kernel for each head_dim. It is
+// Attention over pages of any format, in float32: decoded elements, multiply-adds. One kernel for each width. It is
 // the only one for formats that the kernels of kernel.cuh are not made for (f32 and imported ones), and serves others
 // if a plan's options name it. How the work is cut, what a partial is and how partials are merged are as there.
 //
@@ -13,25 +13,25 @@ namespace kvant::cuda {
 
 // For places in the work list, rows of queries and transforms, which are the same for all formats. None of its
 // stages or operands is used.
-template <int D, Format kAny = Format::f16>
-using GenericShape = Shape<kAny, kAny, D, 4, kWarps>;
+template <int kWidth, Format kAny = Format::f16>
+using GenericShape = Shape<kAny, kAny, kWidth, 4, kWarps>;
 
-template <int D>
-struct GenericAttend : Attend<GenericShape<D>> {
-  using Base = Attend<GenericShape<D>>;
+template <int kWidth>
+struct GenericAttend : Attend<GenericShape<kWidth>> {
+  using Base = Attend<GenericShape<kWidth>>;
   using Base::g, Base::info, Base::lane, Base::p, Base::t, Base::warp;
-  static constexpr int R = Base::R, NT = R / 4, kChannels = 32;
+  static constexpr int D = Base::D, DV = Base::DV, R = Base::R, NT = R / 4, kChannels = 32;
   // Floats between rows: those of a tile and of queries begin in other banks, 16 bytes aligned.
   static constexpr int kTilePitch = kChannels + 4, kQueryPitch = D + 4, kScorePitch = kPageTokens + 4;
 
   struct Shared {
     float tile[kPageTokens * kTilePitch];
-    float queries[R * kQueryPitch], sums[R * D];
+    float queries[R * kQueryPitch], sums[R * DV];
     float scores[R * kScorePitch];  // then weights
     float shrink[R];                // factors for sums, where a page raises a row's maximum
     float poison[kPageTokens];      // NaN: a value of the token is not a number
     float values[2][kMostCodes];    // values by their codes
-    typename GenericShape<D>::Info info;
+    typename GenericShape<kWidth>::Info info;
   };
   Shared& shared;
 
@@ -73,7 +73,9 @@ struct GenericAttend : Attend<GenericShape<D>> {
       const float centre = encoded ? query_to_basis<D>(p.k_basis, at, x, row) : 0.0f;
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < D / 32; ++i) row[lane + 32 * i] = x[i], shared.sums[r * D + lane + 32 * i] = 0.0f;
+      for (int i = 0; i < D / 32; ++i) row[lane + 32 * i] = x[i];
+#pragma unroll
+      for (int i = 0; i < DV / 32; ++i) shared.sums[r * DV + lane + 32 * i] = 0.0f;
       if (lane < kWarps) info->m[lane][r] = kLowest, info->l[lane][r] = 0.0f;
       if (lane == 0) {
         info->poisoned[r] = poisoned ? 1 : 0;
@@ -106,7 +108,7 @@ struct GenericAttend : Attend<GenericShape<D>> {
 #pragma unroll 4
     for (int token = warp; token < kPageTokens; token += kWarps) {
       float x[1];
-      load_stored<D>(layout, kValues, block, token, first + lane, shared.values, x);
+      load_stored<kValues ? DV : D>(layout, kValues, block, token, first + lane, shared.values, x);
       if (kValues && !(fabsf(x[0]) < __builtin_huge_valf())) {  // would spoil rows that do not see it
         x[0] = 0.0f;
         shared.poison[token] = __int_as_float(0x7FC00000);
@@ -184,12 +186,12 @@ struct GenericAttend : Attend<GenericShape<D>> {
   __device__ void add_up(const codec::PageLayout& layout, const std::byte* block, int rows) {
     const int row = static_cast<int>(threadIdx.x) / 8, column = static_cast<int>(threadIdx.x) % 8 * 4;
 #pragma unroll 1
-    for (int first = 0; first < D; first += kChannels) {
+    for (int first = 0; first < DV; first += kChannels) {
       __syncthreads();
       load_tile<true>(layout, block, first, [](int token) { return token; });
       __syncthreads();
       if (row >= rows) continue;
-      auto& sum = *reinterpret_cast<float4*>(shared.sums + row * D + first + column);
+      auto& sum = *reinterpret_cast<float4*>(shared.sums + row * DV + first + column);
       float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
       const float* weights = shared.scores + row * kScorePitch;
 #pragma unroll 4
@@ -220,18 +222,18 @@ struct GenericAttend : Attend<GenericShape<D>> {
   __device__ bool write_sums(const Part& part) {
     __syncthreads();
     if (this->is_last()) ptx::launch_dependents();
-    float4* out = reinterpret_cast<float4*>(p.partial_o + static_cast<std::size_t>(part.partial) * (R * D));
-    for (int i = static_cast<int>(threadIdx.x); i < R * D / 4; i += 32 * kWarps)
+    float4* out = reinterpret_cast<float4*>(p.partial_o + static_cast<std::size_t>(part.partial) * (R * DV));
+    for (int i = static_cast<int>(threadIdx.x); i < R * DV / 4; i += 32 * kWarps)
       out[i] = reinterpret_cast<const float4*>(shared.sums)[i];
     return this->end_partial(part);
   }
 };
 
-template <int D>
-__global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 4 : 2)
+template <int kWidth>
+__global__ void __launch_bounds__(32 * kWarps, key_dim(kWidth) <= 128 ? 4 : 2)
     generic_attend_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) std::byte memory[];
-  GenericAttend<D>(p, memory).run();
+  GenericAttend<kWidth>(p, memory).run();
 }
 
 }  // namespace kvant::cuda

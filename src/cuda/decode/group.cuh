@@ -214,7 +214,7 @@ __device__ __forceinline__ void Attend<S>::store_group_weights(std::byte* to, co
 // All pages of a part, and its partial. Returns is_last().
 template <class S>
 __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots slots) {
-  static_assert(is_integer(KF) && is_integer(VF) && D == 128 && (NT == 4 || NT == 8 || NT == 16));
+  static_assert(is_integer(KF) && is_integer(VF) && D == 128 && DV == D && (NT == 4 || NT == 8 || NT == 16));
   constexpr int kTiles = D / 64, kWeightBytes = kPageTokens * R * 2;
   constexpr float kLargeSum = 16384.0f, kLargeScale = 2.0f;
   auto& room = *reinterpret_cast<GroupScratch<S>*>(scratch);

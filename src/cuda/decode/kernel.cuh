@@ -1,4 +1,4 @@
-// Decode attention over pages: one kernel for each (key format, value format, head_dim, column tiles).
+// Decode attention over pages: one kernel for each (key format, value format, width, column tiles).
 //
 // A block has four warps (for short work eight: eight_warps.cuh) in teams of W; a team takes every (4 / W)-th page of
 // the block's part of a segment. Key and value codes have a stage each in shared memory: a page's values arrive while
@@ -128,59 +128,61 @@ __device__ __forceinline__ typename Attend<S>::Slots Attend<S>::begin_encoded(co
 }
 
 // Blocks of a multiprocessor of sm_90, by registers or by shared memory.
-template <Format KF, Format VF, int D, int NT>
-constexpr int kBlocks = kSharedMemory / (Shape<KF, VF, D, NT, kWarps>::kShared.bytes[0] + kSharedOfBlock) <
-                                most_blocks(NT, Shape<KF, VF, D, NT, kWarps>::kChannels)
-                            ? kSharedMemory / (Shape<KF, VF, D, NT, kWarps>::kShared.bytes[0] + kSharedOfBlock)
-                            : most_blocks(NT, Shape<KF, VF, D, NT, kWarps>::kChannels);
+template <Format KF, Format VF, int kWidth, int NT>
+constexpr int kBlocks = kSharedMemory / (Shape<KF, VF, kWidth, NT, kWarps>::kShared.bytes[0] + kSharedOfBlock) <
+                                most_blocks(NT, Shape<KF, VF, kWidth, NT, kWarps>::kChannels)
+                            ? kSharedMemory / (Shape<KF, VF, kWidth, NT, kWarps>::kShared.bytes[0] + kSharedOfBlock)
+                            : most_blocks(NT, Shape<KF, VF, kWidth, NT, kWarps>::kChannels);
 
-template <Format KF, Format VF, int D, int NT>
-__global__ void __launch_bounds__(32 * kWarps, kBlocks<KF, VF, D, NT>)
+template <Format KF, Format VF, int kWidth, int NT>
+__global__ void __launch_bounds__(32 * kWarps, kBlocks<KF, VF, kWidth, NT>)
     attend_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) std::byte memory[];
-  Attend<Shape<KF, VF, D, NT, kWarps>>(p, memory).run();
+  Attend<Shape<KF, VF, kWidth, NT, kWarps>>(p, memory).run();
 }
 
 // For devices whose blocks get too little shared memory for attend_kernel.
-template <Format KF, Format VF, int D, int NT>
-constexpr int kOneStageBlocks = OneStage<KF, VF, D, NT>::blocks_with(OneStage<KF, VF, D, NT>::kShared.bytes[0]);
+template <Format KF, Format VF, int kWidth, int NT>
+constexpr int kOneStageBlocks =
+    OneStage<KF, VF, kWidth, NT>::blocks_with(OneStage<KF, VF, kWidth, NT>::kShared.bytes[0]);
 
-template <Format KF, Format VF, int D, int NT>
-__global__ void __launch_bounds__(32 * kWarps, kOneStageBlocks<KF, VF, D, NT>)
+template <Format KF, Format VF, int kWidth, int NT>
+__global__ void __launch_bounds__(32 * kWarps, kOneStageBlocks<KF, VF, kWidth, NT>)
     one_stage_attend_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) std::byte memory[];
-  Attend<OneStage<KF, VF, D, NT>>(p, memory).run();
+  Attend<OneStage<KF, VF, kWidth, NT>>(p, memory).run();
 }
 
 // For several queries a sequence.
 // Where launches overlap, three blocks of 32 rows find no room beside the previous launch's merge.
-template <Format KF, Format VF, int D, int NT>
-constexpr int kHalfBlocks = kOverlaps&& NT > 4
-                                ? 2
-                                : HalfWeights<KF, VF, D, NT>::blocks_with(HalfWeights<KF, VF, D, NT>::kShared.bytes[0]);
-template <Format KF, Format VF, int D, int NT>
-__global__ void __launch_bounds__(32 * kWarps, kHalfBlocks<KF, VF, D, NT>)
+template <Format KF, Format VF, int kWidth, int NT>
+constexpr int kHalfBlocks =
+    kOverlaps&& NT > 4
+        ? 2
+        : HalfWeights<KF, VF, kWidth, NT>::blocks_with(HalfWeights<KF, VF, kWidth, NT>::kShared.bytes[0]);
+template <Format KF, Format VF, int kWidth, int NT>
+__global__ void __launch_bounds__(32 * kWarps, kHalfBlocks<KF, VF, kWidth, NT>)
     half_weights_attend_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) std::byte memory[];
-  Attend<HalfWeights<KF, VF, D, NT>>(p, memory).run();
+  Attend<HalfWeights<KF, VF, kWidth, NT>>(p, memory).run();
 }
 
 // For several queries a sequence, too: a block is a warpgroup. Empty in code for other devices than Hopper.
-template <Format KF, Format VF, int D, int NT>
+template <Format KF, Format VF, int kWidth, int NT>
 __global__ void __launch_bounds__(32 * kWarps, kGroupBlocks<NT>)
     group_attend_kernel(const __grid_constant__ AttendParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::byte group_memory[];
-  Attend<Group<KF, VF, D, NT>>(p, group_memory).run();
+  Attend<Group<KF, VF, kWidth, NT>>(p, group_memory).run();
 #endif
 }
 
 // For short work: one block a multiprocessor, bound to the registers that the kernels of four warps are bound to.
-template <Format KF, Format VF, int D, int NT, int BW>
+template <Format KF, Format VF, int kWidth, int NT, int BW>
 __global__ void __launch_bounds__(eight_warps_bound(NT, BW), 1)
     eight_warps_attend_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) std::byte memory[];
-  Attend<Shape<KF, VF, D, NT, BW>>(p, memory).run();
+  Attend<Shape<KF, VF, kWidth, NT, BW>>(p, memory).run();
 }
 
 }  // namespace kvant::cuda

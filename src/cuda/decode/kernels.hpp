@@ -36,19 +36,19 @@ struct MergeKernel {
 };
 
 struct DecodeKernels {
-  int head_dim;
+  int width;  // cuda/width.hpp
   std::span<const AttendKernel> attend;
   AttendKernel generic;              // takes any formats (generic.cuh)
   std::array<MergeKernel, 2> merge;  // with many warps, which alone may be in clusters; with few
 };
 
-// All of a head_dim. Each is defined in a unit of its own (attend.cu.in).
-template <int D>
+// All of a width. Each is defined in a unit of its own (attend.cu.in).
+template <int kWidth>
 DecodeKernels decode_kernels();
-#define KVANT_DECLARE(head_dim) \
-  template <>                   \
-  DecodeKernels decode_kernels<head_dim>();
-KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+#define KVANT_DECLARE(width) \
+  template <>                \
+  DecodeKernels decode_kernels<width>();
+KVANT_CUDA_EACH_WIDTH(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
 }  // namespace kvant::cuda

@@ -23,11 +23,11 @@ __device__ __forceinline__ void Attend<S>::leave_rows() {
 template <class S>
 template <int TW>
 __device__ bool Attend<S>::write_partial(const Part& part) {
-  using L = Split<TW, D, BW>;
+  using L = Split<TW, DV, BW>;
   const int team = warp / TW, member = warp % TW;
   leave_rows();
-  float* out = p.partial_o + static_cast<std::size_t>(part.partial) * static_cast<std::size_t>(R * D);
-  float* sums = L::kTeams > 1 ? reinterpret_cast<float*>(shared + S::kShared.teams) + team * R * D : out;
+  float* out = p.partial_o + static_cast<std::size_t>(part.partial) * static_cast<std::size_t>(R * DV);
+  float* sums = L::kTeams > 1 ? reinterpret_cast<float*>(shared + S::kShared.teams) + team * R * DV : out;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     const int r = 4 * n + t;
@@ -39,17 +39,17 @@ __device__ bool Attend<S>::write_partial(const Part& part) {
     for (int unit = 0; unit < L::kUnits; ++unit) {
       const float4 x = {o[2 * unit][n][0] * factor, o[2 * unit][n][1] * factor, o[2 * unit + 1][n][0] * factor,
                         o[2 * unit + 1][n][1] * factor};
-      *reinterpret_cast<float4*>(sums + r * D + member * L::kChannels + 32 * unit + 4 * g) = x;
+      *reinterpret_cast<float4*>(sums + r * DV + member * L::kChannels + 32 * unit + 4 * g) = x;
     }
   }
   if constexpr (L::kTeams > 1) {
     __syncthreads();
     const float4* from = reinterpret_cast<const float4*>(shared + S::kShared.teams);
-    for (int i = threadIdx.x; i < R * D / 4; i += S::kThreads) {
+    for (int i = threadIdx.x; i < R * DV / 4; i += S::kThreads) {
       float4 x = from[i];
 #pragma unroll
       for (int other = 1; other < L::kTeams; ++other) {
-        const float4 y = from[other * (R * D / 4) + i];
+        const float4 y = from[other * (R * DV / 4) + i];
         x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
       }
       reinterpret_cast<float4*>(out)[i] = x;

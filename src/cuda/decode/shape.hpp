@@ -7,6 +7,7 @@
 #include "cuda/runtime/limits.hpp"
 #include "cuda/schedule/item.hpp"
 #include "cuda/tile/staged.hpp"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda {
 
@@ -35,12 +36,20 @@ inline constexpr int kGroupCentres = 32;  // that a warpgroup multiplies with qu
 
 // Warps of a team: as many as keep a page's bytes for each warp near 8 KiB and the channels of each at 128, of sixteen
 // rows at 64 where D allows, because their sums are in registers.
-KVANT_HD constexpr int team_warps(Format k, Format v, int head_dim, int column_tiles) {
-  const int bytes = 8 * head_dim * (codec::format_bits(k) + codec::format_bits(v));
+// Warps of a team begin their keys at multiples of 64 bytes in planes whose parts change places (Swap).
+KVANT_HD constexpr bool can_share_keys(Format k, int head_dim, int warps) {
+  if (head_dim % 64 != 0) return true;
+  for (int plane = 0; plane < plane_count(k); ++plane) {
+    if (plane_bits(k, plane) > 1 && 8 / warps * head_dim * plane_bits(k, plane) / 8 % 64 != 0) return false;
+  }
+  return true;
+}
+KVANT_HD constexpr int team_warps(Format k, Format v, codec::HeadDims dims, int column_tiles) {
+  const int bytes = 8 * (dims.k * codec::format_bits(k) + dims.v * codec::format_bits(v));
   const int channels = column_tiles >= 4 ? 64 : 128;
   int warps = bytes > 24576 ? 4 : bytes > 12800 ? 2 : 1;
-  while (warps < 4 && head_dim > channels * warps) warps *= 2;
-  while (head_dim % (32 * warps) != 0) warps /= 2;
+  while (warps < 4 && dims.v > channels * warps) warps *= 2;
+  while (dims.v % (32 * warps) != 0 || !can_share_keys(k, dims.k, warps)) warps /= 2;
   return warps;
 }
 // The same blocks for kernels of half weights, whose teams are all of a block's warps.
@@ -48,7 +57,7 @@ constexpr int most_half_blocks(int head_dim, int column_tiles) {
   return column_tiles == 4 || head_dim <= 128 ? 3 : 2;
 }
 
-// How a team of W warps, of BW in the block, shares a page of D channels.
+// How a team of W warps, of BW in the block, shares a page whose values have D channels.
 template <int W, int D, int BW>
 struct Split {
   static constexpr int kTeams = BW / W;
@@ -58,9 +67,9 @@ struct Split {
   static constexpr int kUnits = kChannels / 32;
 };
 // Exact pages are few and large: as many warps as can share one.
-KVANT_HD constexpr int exact_team_warps(int head_dim) {
+KVANT_HD constexpr int exact_team_warps(codec::HeadDims dims) {
   int warps = kWarps;
-  while (head_dim % (32 * warps) != 0) warps /= 2;
+  while (dims.v % (32 * warps) != 0) warps /= 2;
   return warps;
 }
 
@@ -70,28 +79,31 @@ enum class Way {
   half_weights,  // weights are halves, of one column a row, whose sums need no fold page by page (weights.cuh)
   group,         // all four warps are one team, whose products are a warpgroup's (group.cuh)
 };
-KVANT_HD constexpr int warps_of_team(Way way, Format k, Format v, int head_dim, int column_tiles) {
-  return way == Way::group || way == Way::half_weights ? kWarps : team_warps(k, v, head_dim, column_tiles);
+KVANT_HD constexpr int warps_of_team(Way way, Format k, Format v, int width, int column_tiles) {
+  return way == Way::group || way == Way::half_weights ? kWarps : team_warps(k, v, dims_of(width), column_tiles);
 }
 
-template <Format KF, Format VF, int D, int NT, int BW, Way kWay = Way::usual>
-struct Shape : Split<warps_of_team(kWay, KF, VF, D, NT), D, BW> {
+template <Format KF, Format VF, int kWidth, int NT, int BW, Way kWay = Way::usual>
+struct Shape : Split<warps_of_team(kWay, KF, VF, kWidth, NT), value_dim(kWidth), BW> {
   static constexpr Format kKeyFormat = KF, kValueFormat = VF;
-  static constexpr int kHeadDim = D, kColumnTiles = NT, kBlockWarps = BW;
+  static constexpr int D = key_dim(kWidth), DV = value_dim(kWidth);
+  static constexpr int kHeadDim = D, kValueDim = DV, kColumnTiles = NT, kBlockWarps = BW;
   static constexpr int kThreads = 32 * BW;
   static constexpr bool kHasEightWarps = BW > kWarps;
   static constexpr bool kByGroup = kWay == Way::group, kOneStage = kWay == Way::one_stage;
   static constexpr bool kHalfWeights = kWay == Way::half_weights;
-  static_assert(!kHalfWeights || (is_integer(KF) && is_integer(VF) && D % (32 * kWarps) == 0));
-  static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, D);
-  static constexpr codec::PageLayout kExactLayout = codec::page_layout(Format::f16, Format::f16, D);  // or bf16
+  static_assert(!kHalfWeights || (is_integer(KF) && is_integer(VF) && DV % (32 * kWarps) == 0));
+  static_assert(can_share_keys(KF, D, warps_of_team(kWay, KF, VF, kWidth, NT)));
+  static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, dims_of(kWidth));
+  static constexpr codec::PageLayout kExactLayout =
+      codec::page_layout(Format::f16, Format::f16, dims_of(kWidth));  // or bf16
   static constexpr int kRows = 4 * NT;
-  static constexpr int kTeam = warps_of_team(kWay, KF, VF, D, NT), kTeams = BW / kTeam;
+  static constexpr int kTeam = warps_of_team(kWay, KF, VF, kWidth, NT), kTeams = BW / kTeam;
   static constexpr int kStages = kByGroup ? 2 : 1;  // pages in flight
   using Keys = StagedSide<KF, D, false>;
-  using Values = StagedSide<VF, D, true>;
+  using Values = StagedSide<VF, DV, true>;
   static constexpr int kKeyGroups = side_scale_groups(KF, D);
-  static constexpr int kValueGroups = side_scale_groups(VF, D);
+  static constexpr int kValueGroups = side_scale_groups(VF, DV);
   static constexpr int kPGroups = kValueGroups > 1 ? kValueGroups : 1;  // versions of the probabilities
   static constexpr int kScaleBytes = (kKeyGroups + kValueGroups) * 2 * kPageTokens;
   static constexpr int kKeyStage = Keys::kBytes + kScaleBytes;
@@ -123,9 +135,9 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, D, NT), D, BW> {
   // A warpgroup's scratch: what group.cuh says.
   static constexpr int kGroupScratch =
       (kWarps + 4) * kRows * 4 + 32 * kWarps * NT * 4 + 2 * kWarps * 4 + kGroupCentres * kRows * 4;
-  static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;
-  static constexpr int kExactTeam = exact_team_warps(D), kExactTeams = BW / kExactTeam;
-  static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, 64);
+  static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* DV * 4 : 0;
+  static constexpr int kExactTeam = exact_team_warps(dims_of(kWidth)), kExactTeams = BW / kExactTeam;
+  static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * DV, 64);
   // Codes of sixteen centres a team, if these cost no multiprocessor a block.
   static constexpr int kCentreRow = (D * codec::format_bits(codec::kCentreFormat) / 8 + 2 + 15) / 16 * 16;
   static constexpr auto plan_with = [](int centres) {
@@ -155,8 +167,8 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, D, NT), D, BW> {
   static constexpr auto blocks_with = [](int bytes) {
     const int fit = (kOneStage ? kSmallSharedMemory : kSharedMemory) / (bytes + kSharedOfBlock),
               most = kHasEightWarps ? 1
-                     : kHalfWeights ? most_half_blocks(D, NT)
-                                    : most_blocks(NT, Split<kTeam, D, BW>::kChannels);
+                     : kHalfWeights ? most_half_blocks(DV, NT)
+                                    : most_blocks(NT, Split<kTeam, DV, BW>::kChannels);
     return fit < most ? fit : most;
   };
   static constexpr bool kCentresPass =
@@ -166,12 +178,12 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, D, NT), D, BW> {
 };
 
 // A kernel for devices whose blocks get too little shared memory for the usual one.
-template <Format KF, Format VF, int D, int NT>
-using OneStage = Shape<KF, VF, D, NT, kWarps, Way::one_stage>;
+template <Format KF, Format VF, int kWidth, int NT>
+using OneStage = Shape<KF, VF, kWidth, NT, kWarps, Way::one_stage>;
 // For several queries a sequence.
-template <Format KF, Format VF, int D, int NT>
-using HalfWeights = Shape<KF, VF, D, NT, kWarps, Way::half_weights>;
-template <Format KF, Format VF, int D, int NT>
-using Group = Shape<KF, VF, D, NT, kWarps, Way::group>;
+template <Format KF, Format VF, int kWidth, int NT>
+using HalfWeights = Shape<KF, VF, kWidth, NT, kWarps, Way::half_weights>;
+template <Format KF, Format VF, int kWidth, int NT>
+using Group = Shape<KF, VF, kWidth, NT, kWarps, Way::group>;
 
 }  // namespace kvant::cuda

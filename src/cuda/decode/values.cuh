@@ -16,7 +16,7 @@ __device__ __forceinline__ void Attend<S>::load_values(const std::byte* stage, i
         stage + octet * Values::stride(0) + lane_offset<4, Values::swap(0), kChannels>() + channel * 4;
     std::uint32_t first[kChannels], second[kChannels];
     load_words<4 * kChannels>(from, first);
-    load_words<4 * kChannels>(from + 4 * D, second);
+    load_words<4 * kChannels>(from + 4 * DV, second);
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) x[i / 2].first[i % 2] = first[i], x[i / 2].second[i % 2] = second[i];
   } else {
@@ -95,9 +95,9 @@ __device__ void Attend<S>::add_values(const std::byte* stage, const Fold& fold) 
       }
     }
   } else if constexpr (VF == Format::fp8) {
-    half_values<true, 2, W, Values::swap(0)>(stage, Values::stride(0), 4 * D, 0, false, page);
+    half_values<true, 2, W, Values::swap(0)>(stage, Values::stride(0), 4 * DV, 0, false, page);
   } else {
-    half_values<false, 2, W, Values::swap(0)>(stage, Values::stride(0), 2 * D, 0, VF == Format::bf16, page);
+    half_values<false, 2, W, Values::swap(0)>(stage, Values::stride(0), 2 * DV, 0, VF == Format::bf16, page);
   }
 }
 
@@ -144,7 +144,7 @@ template <class S>
 template <bool kFp8, int kSteps, int TW, Swap kSwap>
 __device__ void Attend<S>::half_values(const std::byte* values, int stride, int row, int first_step, bool bf16,
                                        const float (&page)[NT]) {
-  using L = Split<TW, D, BW>;
+  using L = Split<TW, DV, BW>;
   const int member = warp % TW;
 #pragma unroll
   for (int unit = 0; unit < L::kUnits; ++unit) {

@@ -36,7 +36,7 @@ __device__ __forceinline__ void Attend<S>::transform_seen(const Part& part, int 
 template <class S>
 template <int TW>
 __device__ __forceinline__ void Attend<S>::transform(const Part& part, int page, float (&s)[4 / TW][NT][2]) const {
-  using L = Split<TW, D, BW>;
+  using L = Split<TW, DV, BW>;
   const int member = warp % TW;
   float copy[NT * L::kTokens];
 #pragma unroll
@@ -78,7 +78,7 @@ template <class S>
 template <Format F, int TW>
 __device__ __forceinline__ void Attend<S>::weigh(const float (&s)[4 / TW][NT][2], const std::byte* scales, bool bf16,
                                                  Fold& fold) {
-  using L = Split<TW, D, BW>;
+  using L = Split<TW, DV, BW>;
   const int member = warp % TW;
   constexpr int kGroups = is_half(F) ? 1 : S::kPGroups;
   constexpr bool kScaled = !is_half(F);
@@ -344,7 +344,7 @@ template <class S>
 template <Format F, int TW>
 __device__ __forceinline__ void Attend<S>::store_weights(const float (&w)[4 / TW][2], float up, int n, int q,
                                                          bool bf16) const {
-  using L = Split<TW, D, BW>;
+  using L = Split<TW, DV, BW>;
   const int member = warp % TW;
   constexpr int kStride = is_integer(F) ? 96 : 192;
   std::byte* high = weights + q * S::kPBytes + 2 * (4 * n + t) * kStride + (is_integer(F) ? 8 : 16) * g;

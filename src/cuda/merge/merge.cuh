@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const
 #pragma unroll
   for (int k = 0; k < kMergeColumns<D, W>; ++k) {
     const int d = static_cast<int>(threadIdx.x) + k * 32 * W;
-    if (d >= p.head_dim) continue;  // behind it is padding
+    if (d >= p.v_head_dim) continue;  // behind it is padding
     const float y = (total.o[core::kEncoded][k] * w_encoded + total.o[core::kExact][k] * w_exact) * inverse;
     store_element(p.out.data, p.out.dtype, token * p.out.token_stride + q_head * p.out.head_stride + d, y);
   }

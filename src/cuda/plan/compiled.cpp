@@ -37,12 +37,12 @@ Status find_hopper_code(const void* function, int shared_bytes, const DeviceLimi
 
 Status find_decode(const PlannedWork& work, Compiled& found) {
   static const DecodeKernels kAll[] = {
-#define KVANT_ENTRY(head_dim) decode_kernels<head_dim>(),
-      KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
+#define KVANT_ENTRY(width) decode_kernels<width>(),
+      KVANT_CUDA_EACH_WIDTH(KVANT_ENTRY)
 #undef KVANT_ENTRY
   };
   const auto all = std::find_if(std::begin(kAll), std::end(kAll),
-                                [&](const DecodeKernels& one) { return one.head_dim == work.stored_head_dim(); });
+                                [&](const DecodeKernels& one) { return one.width == work.width(); });
   if (all == std::end(kAll)) return {};
   found.offers.has_decode = true;
   found.generic = &all->generic;
@@ -73,7 +73,7 @@ Status find_tiles(const PlannedWork& work, std::size_t i, Compiled& found) {
   for (const int d : instances().head_dims) {
     if (!kKernelsOfKinds[i](d).empty()) offers.head_dims.push_back(d);
   }
-  const std::span<const Kernel> kernels = kKernelsOfKinds[i](work.stored_head_dim());
+  const std::span<const Kernel> kernels = kKernelsOfKinds[i](work.width());
   const DeviceLimits& limits = found.offers.limits;
   const Kernel* kernel = found.tiles[i] = find_kernel(kernels, work, limits);
   if (kernel == nullptr) return {};
@@ -119,9 +119,9 @@ Status offer_dense(std::span<const prefill::dense::DenseKernel> kernels, Compile
   return {};
 }
 Status find_dense(const PlannedWork& work, Compiled& found) {
-  found.dense = kernels_of(work.stored_head_dim(), []<int D>() { return prefill::dense::kernels<D>(); });
+  found.dense = kernels_of(work.width(), []<int D>() { return prefill::dense::kernels<D>(); });
   if (Status s = offer_dense(found.dense, found, found.offers.dense); !s.ok() || work.products != 8) return s;
-  found.byte_keys = kernels_of(work.stored_head_dim(), []<int D>() { return prefill::dense::byte_keys_kernel<D>(); });
+  found.byte_keys = kernels_of(work.width(), []<int D>() { return prefill::dense::byte_keys_kernel<D>(); });
   if (found.byte_keys == nullptr) return {};
   return offer_dense({found.byte_keys, 1}, found, found.offers.byte_keys);
 }

@@ -14,7 +14,7 @@ namespace kvant::cuda {
 // `offers` describes these kernels. Pointers are null, and lists empty, where a build or a plan has none.
 struct Compiled {
   Offers offers;
-  std::span<const MergeKernel> merge{};  // for the stored head_dim
+  std::span<const MergeKernel> merge{};  // for the stored values
   const AttendKernel* generic = nullptr;
   std::vector<const AttendKernel*> decode{};  // as in Offers::decode
   const prefill::Kernel* tiles[std::size(kTileKinds)] = {};

@@ -1,4 +1,4 @@
-// How plans find the kernels of a head_dim, and lay out their workspace. Host only.
+// How plans find the kernels of a width, and lay out their workspace. Host only.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,8 @@
 
 namespace kvant::cuda {
 
-// A kind's kernels of a head_dim, which kernels.operator()<D>() gives; none where they are not compiled.
+// A kind's kernels of a head_dim, which kernels.operator()<D>() gives; none where they are not compiled, as for widths
+// of two head_dims.
 template <class Kernels>
 auto kernels_of(int head_dim, const Kernels& kernels) -> decltype(kernels.template operator()<1>()) {
 #define KVANT_ENTRY(d) \

@@ -68,7 +68,7 @@ struct Offers {
   const Instances& instances;
   DeviceLimits limits;
   const core::Tuning* tuning = nullptr;  // null: estimates are as they are
-  bool has_decode = false;               // the stored head_dim has decode kernels
+  bool has_decode = false;               // the stored width has decode kernels
   std::vector<DecodeOffer> decode{};
   std::vector<TileOffers> tiles{};  // by kind, in the order of kTileKinds; empty: not asked for
   std::optional<DenseOffer> dense{};

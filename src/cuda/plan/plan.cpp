@@ -21,7 +21,8 @@ void set_options(const core::DevicePlanConfig& config, const PlannedPages& pages
   p.q_heads = o.q_heads;
   p.group = o.q_heads / config.kv_heads;
   p.group_inverse = 1.0f / static_cast<float>(p.group);
-  p.head_dim = config.head_dim;
+  p.head_dim = config.head_dims.k;
+  p.v_head_dim = config.head_dims.v;
   p.logits = base::logit_rule<float>(o, std::numbers::log2e);  // upload() gives the device its slopes
   p.causal = o.mask.is_causal;
   p.window = static_cast<std::int32_t>(std::min<std::int64_t>(o.mask.window, 0x7FFFFFFF));
@@ -51,7 +52,7 @@ void set_fresh(AttendParams& p, const core::FreshRows& fresh) {
   // Where no page is exact, the dtype of exact rows is theirs.
   if (codec::is_dense(p.cache.encoded_layout.k.format) || p.cache.exact_ends().any()) return;
   const Format format = codec::dense_format(fresh.keys.dtype);
-  p.cache.exact_layout = codec::page_layout(format, format, p.head_dim);
+  p.cache.exact_layout = codec::page_layout(format, format, codec::HeadDims{p.head_dim, p.v_head_dim});
 }
 
 }  // namespace

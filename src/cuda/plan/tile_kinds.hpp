@@ -34,9 +34,9 @@ inline const TileKind* const kTileKinds[] = {
 #include "core/kernels.def"
 };
 
-// "tq6/tq4 at head_dim 128"
+// "tq6/tq4 at head_dim 128", "tq6/tq4 at head_dim 192/128"
 inline std::string pair_at(const PlannedWork& work) {
-  return pair_name({work.k, work.v}) + " at head_dim " + std::to_string(work.head_dim());
+  return pair_name({work.k, work.v}) + " at head_dim " + work.head_dim_words();
 }
 // The reason why kernels that are made for compute capability 9.0 alone do not run; empty: they do.
 std::string missing_of_hopper(const char* kind, int shared_bytes, bool has_code, const DeviceLimits& limits);

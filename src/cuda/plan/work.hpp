@@ -11,6 +11,7 @@
 #include "core/tuning.hpp"
 #include "cuda/plan/times.hpp"
 #include "cuda/schedule/schedule.hpp"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda {
 
@@ -24,8 +25,14 @@ struct PlannedWork {
   int products;     // AttentionOptions::products
   bool any_length;  // sequences may have any length at a run, so that some may have no older tokens then
 
-  [[nodiscard]] int head_dim() const { return params.head_dim; }  // the tensors'
-  [[nodiscard]] int stored_head_dim() const { return params.cache.encoded_layout.head_dim; }
+  [[nodiscard]] int head_dim() const { return params.head_dim; }                              // the tensors'
+  [[nodiscard]] int stored_head_dim() const { return params.cache.encoded_layout.head_dim; }  // a key's
+  [[nodiscard]] int width() const { return width_of(params.cache.encoded_layout); }
+  // "192", or "192/128" of keys and values
+  [[nodiscard]] std::string head_dim_words() const {
+    const std::string keys = std::to_string(params.head_dim);
+    return params.v_head_dim == params.head_dim ? keys : keys + "/" + std::to_string(params.v_head_dim);
+  }
   [[nodiscard]] int kv_heads() const { return params.cache.kv_heads; }
   [[nodiscard]] double page_bytes() const { return params.cache.encoded_layout.block_bytes; }
   [[nodiscard]] std::int64_t pairs() const {  // a sequence and a kv head each

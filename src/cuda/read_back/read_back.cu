@@ -39,9 +39,8 @@ __device__ __forceinline__ void from_calibrated(const float* inverse, const floa
 }
 
 template <int D>
-__device__ __forceinline__ void store_row(const ReadBackSide& side, std::int64_t at, int head_dim,
-                                          const float (&x)[D / 32]) {
-  const int lane = threadIdx.x % 32, left = head_dim - lane;  // behind it is padding
+__device__ __forceinline__ void store_row(const ReadBackSide& side, std::int64_t at, const float (&x)[D / 32]) {
+  const int lane = threadIdx.x % 32, left = side.head_dim - lane;  // behind it is padding
   at += lane;
   if (side.dtype == Dtype::f32) {
 #pragma unroll
@@ -117,18 +116,17 @@ __global__ void __launch_bounds__(32 * kWarps, 2) read_back_kernel(const __grid_
           from_calibrated<D>(side.inverse + static_cast<std::int64_t>(head) * D * D, side.center + head * D, x);
         }
       }
-      store_row<D>(side, at + (t - e.begin) * side.token_stride, p.head_dim, x);
+      store_row<D>(side, at + (t - e.begin) * side.token_stride, x);
     }
   }
 }
 
-}  // namespace
-
-cudaError_t read_back(const ReadBackParams& p, int multiprocessors, cudaStream_t stream) {
+// The sides whose vectors have head_dim values.
+cudaError_t read_sides_back(const ReadBackParams& p, int head_dim, int multiprocessors, cudaStream_t stream) {
   const int sides = p.side[0].rows != nullptr && p.side[1].rows != nullptr ? 2 : 1;
   const std::int64_t work = std::int64_t{p.items} * p.cache.kv_heads * sides;
   const auto blocks = static_cast<unsigned>(base::min(work, std::int64_t{kResident} * multiprocessors));
-  switch (p.cache.encoded_layout.head_dim) {
+  switch (head_dim) {
 #define KVANT_CASE(head_dim) \
   case head_dim: read_back_kernel<head_dim><<<blocks, 32 * kWarps, 0, stream>>>(p); break;
     KVANT_CUDA_EACH_HEAD_DIM(KVANT_CASE)
@@ -136,6 +134,21 @@ cudaError_t read_back(const ReadBackParams& p, int multiprocessors, cudaStream_t
     default: return cudaErrorInvalidValue;
   }
   return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t read_back(const ReadBackParams& p, int multiprocessors, cudaStream_t stream) {
+  const codec::PageLayout& layout = p.cache.encoded_layout;
+  if (layout.k.head_dim == layout.v.head_dim) return read_sides_back(p, layout.k.head_dim, multiprocessors, stream);
+  cudaError_t error = cudaSuccess;
+  for (const int side : {0, 1}) {
+    if (error != cudaSuccess || p.side[side].rows == nullptr) continue;
+    ReadBackParams alone = p;
+    alone.side[1 - side].rows = nullptr;
+    error = read_sides_back(alone, side == 0 ? layout.k.head_dim : layout.v.head_dim, multiprocessors, stream);
+  }
+  return error;
 }
 
 }  // namespace kvant::cuda

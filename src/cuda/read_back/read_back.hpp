@@ -29,15 +29,15 @@ struct ReadBackSide {
   std::int64_t token_stride, head_stride, batch_stride;  // elements
   Dtype dtype;
   BasisKind basis;
-  const float* center;   // the layer's, [kv_heads][D]
-  const float* inverse;  // [kv_heads][D][D]
+  std::int32_t head_dim;  // as the tensor has it; vectors may be stored padded
+  const float* center;    // the layer's, [kv_heads][D]
+  const float* inverse;   // [kv_heads][D][D]
 };
 
 struct ReadBackParams {
   static constexpr int kMostEntries = 128;
   CacheView cache;
-  ReadBackSide side[2];   // keys, values
-  std::int32_t head_dim;  // as tensors have it; vectors may be stored padded
+  ReadBackSide side[2];  // keys, values
   std::int32_t layer;
   std::int32_t items;  // pages of all entries
   std::int32_t entries;
@@ -45,8 +45,8 @@ struct ReadBackParams {
 };
 static_assert(sizeof(ReadBackParams) <= 4096, "the most that every device takes as a kernel's parameters");
 
-// Vectors are stored with a head_dim of KVANT_CUDA_EACH_HEAD_DIM. The launch has as many blocks as are resident at
-// once, or as there are items.
+// Vectors are stored with head_dims of KVANT_CUDA_EACH_HEAD_DIM. Keys and values of different ones take a launch each.
+// A launch has as many blocks as are resident at once, or as there are items.
 cudaError_t read_back(const ReadBackParams& params, int multiprocessors, cudaStream_t stream);
 
 }  // namespace kvant::cuda

@@ -4,6 +4,7 @@
 #include <span>
 #include <string>
 
+#include "codec/layout.hpp"
 #include "core/fmt.hpp"
 #include "kvant/types.hpp"
 
@@ -16,9 +17,10 @@ struct FormatPair {
 
 struct Instances {
   std::span<const int> head_dims;
-  std::span<const FormatPair> pairs;   // with attention kernels
-  std::span<const FormatPair> others;  // that KVANT_CUDA_PAIRS left out
-  const char* option;                  // KVANT_CUDA_PAIRS
+  std::span<const codec::HeadDims> widths;  // where keys and values have different head_dims
+  std::span<const FormatPair> pairs;        // with attention kernels
+  std::span<const FormatPair> others;       // that KVANT_CUDA_PAIRS left out
+  const char* option;                       // KVANT_CUDA_PAIRS
 };
 
 inline std::string pair_name(const FormatPair& pair) {

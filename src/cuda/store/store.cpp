@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "codec/rotation.hpp"
 #include "core/fmt.hpp"
 #include "cuda/append/imported.hpp"
 #include "cuda/runtime/built.hpp"
@@ -15,17 +14,15 @@ namespace kvant::cuda {
 
 namespace {
 
-const WriteKernel* find_write_kernel(const core::DevicePagesConfig& c) {
+KernelsOfSides<WriteKernel> find_write_kernels(const core::DevicePagesConfig& c) {
   static const WriteKernel kKernels[] = {
 #define KVANT_ENTRY(head_dim) write_kernel_of<head_dim>(),
       KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
 #undef KVANT_ENTRY
   };
-  for (const WriteKernel& k : kKernels) {
-    if (k.head_dim != c.encoded.head_dim) continue;
-    return codec::is_lut(c.encoded.k.format) || codec::is_lut(c.encoded.v.format) ? &kImportedWriteKernel : &k;
-  }
-  return nullptr;
+  const KernelsOfSides<WriteKernel> kernels(c.encoded, kKernels);
+  const bool any_lut = codec::is_lut(c.encoded.k.format) || codec::is_lut(c.encoded.v.format);
+  return any_lut && kernels.is_compiled() ? KernelsOfSides<WriteKernel>(kImportedWriteKernel) : kernels;
 }
 
 template <class T>
@@ -34,8 +31,8 @@ std::uint64_t count_of(T n) {
 }
 
 Status check_config(const core::DevicePagesConfig& c) {
-  if (find_write_kernel(c) == nullptr) {
-    return {Code::unsupported, refuse_head_dim(instances(), c.head_dim)};
+  if (!find_write_kernels(c).is_compiled()) {
+    return {Code::unsupported, refuse_head_dim(instances(), c.head_dims.k)};
   }
   const Format k = c.encoded.k.format, v = c.encoded.v.format;
   const auto goes = [](Format format) { return codec::is_lut(format) || codec::is_dense(format); };
@@ -66,8 +63,6 @@ Status check_config(const core::DevicePagesConfig& c) {
 WriteParams write_params(const core::DevicePagesConfig& c, const CacheView& view) {
   WriteParams p{};
   p.cache = view;
-  p.rotation_scale = codec::rotation_scale(c.encoded.head_dim);
-  p.head_dim = c.head_dim;
   p.rounding = c.ends.any() ? c.exact_dtype : Dtype::f32;
   p.k.basis = c.k_basis;
   p.v.basis = c.v_basis;
@@ -78,7 +73,7 @@ WriteParams write_params(const core::DevicePagesConfig& c, const CacheView& view
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
-Store::Store(const core::DevicePagesConfig& config) : config_(config), kernel_(find_write_kernel(config)) {}
+Store::Store(const core::DevicePagesConfig& config) : config_(config), kernels_(find_write_kernels(config)) {}
 
 Store::~Store() {
   const Current current(config_.device);
@@ -183,7 +178,10 @@ Status Store::allocate() {
   Result<core::Tuning> tuning = find_tuning(c.device, limits_);
   if (!tuning.ok()) return tuning.status();
   tuning_ = std::move(*tuning);
-  KVANT_CUDA_TRY(kernel_->prepare(write_params(c, view_), limits_));
+  WriteParams params = write_params(c, view_);
+  KVANT_CUDA_TRY(kernels_.each(params, c.head_dims, [&](const WriteKernel& kernel, const WriteParams& p) {
+    return kernel.prepare(p, limits_);
+  }));
   KVANT_CUDA_TRY(cudaDeviceSynchronize());
   return {};
 }
@@ -288,18 +286,18 @@ Status Store::write(std::span<const core::DeviceAppend> appends, int layer, cons
   const Current current(config_.device);
   WriteParams p = write_params(config_, view_);
   const std::size_t first_basis = count_of(layer) * count_of(config_.kv_heads);
-  const auto d = count_of(config_.encoded.head_dim);
-  const auto set = [&](WriteSide& side, const TensorView& t, const BasisArrays& basis) {
+  const auto set = [&](WriteSide& side, const TensorView& t, const BasisArrays& basis, int head_dim) {
     side.rows = t.data;
     side.token_stride = t.stride[0];
     side.head_stride = t.stride[1];
     side.dtype = t.dtype;
     if (basis.kind != BasisKind::calibrated) return;
+    const auto d = count_of(head_dim);
     side.center = basis.center + first_basis * d;
     side.matrix = basis.matrix + first_basis * d * d;
   };
-  set(p.k, keys, k_basis_);
-  set(p.v, values, v_basis_);
+  set(p.k, keys, k_basis_, config_.encoded.k.head_dim);
+  set(p.v, values, v_basis_, config_.encoded.v.head_dim);
   p.non_finite = non_finite_;
   p.layer = layer;
 
@@ -327,7 +325,9 @@ Status Store::write(std::span<const core::DeviceAppend> appends, int layer, cons
         (i + 1 < appends.size() && items + write_items(appends[i + 1].tokens, config_.ends.tail_pages) > most_items);
     if (!full && i + 1 < appends.size()) continue;
     p.items = static_cast<std::int32_t>(items);
-    KVANT_CUDA_TRY(kernel_->launch(p, most_tokens, limits_, native(stream)));
+    KVANT_CUDA_TRY(kernels_.each(p, config_.head_dims, [&](const WriteKernel& kernel, WriteParams& of_sides) {
+      return kernel.launch(of_sides, most_tokens, limits_, native(stream));
+    }));
     p.entries = 0;
     items = 0;
     most_tokens = 0;

@@ -80,7 +80,7 @@ class Store final : public core::DevicePages, public PlannedPages {
   core::DevicePagesConfig config_;
   CacheView view_{};
   BasisArrays k_basis_, v_basis_;
-  const WriteKernel* kernel_ = nullptr;
+  KernelsOfSides<WriteKernel> kernels_;
   DeviceLimits limits_{};
   core::Tuning tuning_;
   core::PageRef* pages_ = nullptr;
