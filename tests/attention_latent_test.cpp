@@ -310,7 +310,7 @@ TEST(LatentTexts, RefuseWhatNoCacheHas) {
   EXPECT_EQ(refusal(c), "v_head_dim = 64 with latent = 512 and rope = 64: it is latent; leave v_head_dim out");
   c.v_head_dim = 512;
   EXPECT_TRUE(Cache::create(c).ok());
-  c.device = "cuda";
+  c.device = "cuda", c.capacity_tokens = 64;
   EXPECT_EQ(
       refusal(c),
       "latent = 512 on device \"cuda\": kernels there read keys and values of heads, and no latents; use device = "

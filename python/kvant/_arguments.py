@@ -167,7 +167,7 @@ def path(name: str, value: Any) -> str:
 
 
 def set_dims(owner: Any, head_dim: int, v_head_dim: int, latent: int, rope: int) -> None:
-    """Of a cache or of pages: the numbers of keys, of values and outputs, and of queries."""
+    """Sets how many numbers keys, values and queries of a cache or of pages have."""
     owner.head_dim, owner.v_head_dim = head_dim, v_head_dim or head_dim
     owner.latent, owner.rope = latent, rope
     owner.q_head_dim = latent + rope if latent else head_dim

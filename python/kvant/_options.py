@@ -252,9 +252,9 @@ _CACHE = (
     Option("kv_heads", "int", 0, _int32, "", "cache pages"),
     Option(
         "head_dim", "int", 0, _int32,
-        "heads of keys and values, and the numbers of a vector: required, but with latent. head_dim is 1 to 576 on the CPU, where sizes outside "
-        '`kvant.info()["head_dims"]` are stored padded with zeros. On a device head_dim is 1 to 512, and 64, 96, 128, '
-        "192, 256 and 512 are stored as they are.",
+        "heads of keys and values, and the numbers of a vector: required, but with latent. head_dim is 1 to 576 on the "
+        'CPU, where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros. On a device head_dim is 1 '
+        "to 512, and 64, 96, 128, 192, 256 and 512 are stored as they are.",
         "cache pages",
     ),
     Option(

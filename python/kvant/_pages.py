@@ -89,7 +89,8 @@ class Pages(_arguments.NotCopied):
     _instead = "make others of the same options"
     _made_of = (
         "device", "owner", "k", "v", "kv_heads", "head_dim", "v_head_dim", "q_head_dim", "latent", "rope", "layers",
-        "tail_pages", "tail_sequences", "sink_pages", "block_bytes", "tail_bytes", "tail_copies", "encode_at_once", "_pools"
+        "tail_pages", "tail_sequences", "sink_pages", "block_bytes", "tail_bytes", "tail_copies", "encode_at_once",
+        "_pools"
     )  # fmt: skip
 
     def __init__(self, **options: Any):

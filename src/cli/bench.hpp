@@ -70,8 +70,8 @@ struct BenchCase {
   /// The keys of a sequence that some query sees.
   [[nodiscard]] std::int64_t seen_keys_of(std::int64_t sequence) const;
   [[nodiscard]] double stored_values() const;  ///< keys and values of the whole batch that some query sees
-  /// 2 * q_heads * (the numbers of a query and of an output) for each pair of a query and a key it sees: a multiply and an add for K and
-  /// for V.
+  /// 2 * q_heads * (the numbers of a query and of an output) for each pair of a query and a key it sees: a multiply and
+  /// an add for K and for V.
   [[nodiscard]] double flops() const;
 };
 

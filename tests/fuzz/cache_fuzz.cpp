@@ -1,6 +1,6 @@
 // Bytes become a cache configuration and a list of operations on it: appends (of raw bytes as floats too), steps that
-// are left half done, forks, truncations, removals, reads, attention. Whatever is asked, the cache answers with a status; what it
-// holds stays consistent, a refusal changes nothing, and when all sequences are gone nothing is held.
+// are left half done, forks, truncations, removals, reads, attention. Whatever is asked, the cache answers with a
+// status; what it holds stays consistent, a refusal changes nothing, and when all sequences are gone nothing is held.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>

@@ -33,7 +33,7 @@ inline constexpr Inputs kAllInputs[] = {Inputs::gauss,      Inputs::loud,      I
                                         Inputs::log_normal, Inputs::near_tied, Inputs::sink};
 std::string inputs_name(Inputs inputs);
 
-/// One sequence: q [q_len, q_heads, D], k [kv_len, kv_heads, D], v with its own D. Of latents (v) q has v's D and k's.
+/// One sequence: q [q_len, q_heads, D], k [kv_len, kv_heads, D], v with its own D. Where v are latents, q has both.
 struct Qkv {
   std::vector<float> q, k, v;
 };

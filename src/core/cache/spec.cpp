@@ -72,12 +72,7 @@ Status resolve_latent(CacheConfig& c) {
   };
   if (Status s = follow("kv_heads", c.kv_heads, 1, "all query heads share one latent"); !s) return s;
   if (Status s = follow("head_dim", c.head_dim, c.rope, "it is rope"); !s) return s;
-  if (Status s = follow("v_head_dim", c.v_head_dim, c.latent, "it is latent"); !s) return s;
-  if (c.device.empty() || c.device == "cpu") return {};
-  return {Code::unsupported,
-          fmt::format("latent = {} on device \"{}\": kernels there read keys and values of heads, and no latents; use "
-                      "device = \"cpu\"",
-                      c.latent, c.device)};
+  return follow("v_head_dim", c.v_head_dim, c.latent, "it is latent");
 }
 
 Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint) {

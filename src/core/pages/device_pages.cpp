@@ -129,8 +129,8 @@ Result<std::shared_ptr<const PagesImpl>> make_device_pages(const PagesConfig& co
                                                            const DeviceBackend* backend) {
   const bool has_blocks = backend != nullptr && backend->make_blocks != nullptr;
   const std::string request = fmt::format("device = \"{}\"", config.device);
+  if (Status s = check_one_head_dim(cache, has_blocks ? backend : nullptr); !s) return s;
   if (Status s = check_backend(has_blocks ? backend : nullptr, request, "device = \"cpu\""); !s) return s;
-  if (Status s = check_one_head_dim(cache, backend); !s) return s;
   auto made = std::make_shared<DevicePagesImpl>(config, cache, k, v, *backend);
   if (Status s = made->make(device); !s) return s;
   return std::shared_ptr<const PagesImpl>(std::move(made));

@@ -110,8 +110,8 @@ struct RunContext {
   codec::HeadDims width;     // a row of q has as many values as a key, one of out as a value
   codec::HeadDims head_dim;  // stored vectors', width at least: queries are padded with zeros, outputs cut
   int padded_dim;            // that of keys rounded up to 64, zero filled
-  // Values are latents, which are a part of the keys as well: the first width.v values of a row of q are multiplied with
-  // them, and the width.k behind these with the key side, rotary keys.
+  // Values are latents, which are a part of the keys as well: the first width.v values of a row of q are multiplied
+  // with them, and the width.k behind these with the key side, rotary keys.
   bool latent;
   int group, kv_heads;
   bool centred;  // encoded key pages have centres
@@ -172,14 +172,15 @@ inline constexpr int kTransposedRows = 32;  // two of the widest registers
 
 // The worker's scratch of one attend item.
 struct ScratchLayout {
-  std::size_t state;      // a partial of kRowBlock rows
-  std::size_t scores;     // f32 [rows][64]; matrix path: of kMatrixPages pages
-  std::size_t rescale;    // f32 [rows]
-  std::size_t panel_raw;  // f32 query panels [rows / 16][head_dim][16] (tile path), as given; matrix path: as operand.
-                          // Of latents, tile path: [rows / 16][the latent's head_dim + head_dim][16]
+  std::size_t state;    // a partial of kRowBlock rows
+  std::size_t scores;   // f32 [rows][64]; matrix path: of kMatrixPages pages
+  std::size_t rescale;  // f32 [rows]
+  // f32 query panels [rows / 16][head_dim][16] (tile path; with latents their head_dim + head_dim), as given; matrix
+  // path: as operand.
+  std::size_t panel_raw;
   std::size_t panel_basis;   // the same in the encoded basis, in unpacking order
   std::size_t panel_centre;  // matrix path of centred caches: f32 panels in the basis, in the order of unpacked centres
-  // Matrix path of latents: the queries' parts that latents are multiplied with, as given and in the basis, as operands.
+  // Matrix path: the queries' parts that latents are multiplied with, as given and in the basis, as operands.
   std::size_t latent_raw, latent_basis;
   std::size_t tile;              // f32 [64][widest + kTilePadding]: decoded keys or values, or latents and keys
   std::size_t transpose;         // tile path: f32 [64][kTransposedRows]
@@ -193,7 +194,7 @@ struct ScratchLayout {
   std::size_t digits, half_steps, corrections, weight_words, weight_rows;
   std::size_t bytes;
 };
-// What all items of a plan have in common.
+// All items of a plan have this in common.
 struct ItemShape {
   codec::HeadDims dims;
   int padded_dim;

@@ -65,6 +65,13 @@ int stored_head_dim_on(const DeviceBackend* backend, int head_dim) {
 }
 
 Status check_one_head_dim(const CacheConfig& config, const DeviceBackend* backend) {
+  if (config.latent > 0) {
+    return {
+        Code::unsupported,
+        fmt::format("latent = {} on device \"{}\": kernels there read keys and values of heads, and no latents; use "
+                    "device = \"cpu\"",
+                    config.latent, config.device)};
+  }
   if (config.v_dim() == config.head_dim || backend == nullptr) return {};  // without a backend nothing is supported
   std::vector<int> dims;
   if (backend->build != nullptr) dims = backend->build().head_dims;
