@@ -20,6 +20,7 @@ const std::set<std::string> kBenchKeys = {"op",
                                           "kv_heads",
                                           "head_dim",
                                           "v_head_dim",
+                                          "latent",
                                           "batch",
                                           "keys",
                                           "q_len",
@@ -98,6 +99,36 @@ TEST_F(CliBench, ValuesOfASizeOfTheirOwn) {
   const Finished f = kvant_cli({"bench", "decode", "--v-head-dim", "577"});
   EXPECT_EQ(f.exit_code, 2);
   EXPECT_NE(f.err.find("--v-head-dim 577: must be 1 to 576, or 0 for --head-dim"), std::string::npos) << f.err;
+}
+
+TEST_F(CliBench, Latents) {
+  for (const char* op : {"decode", "prefill", "step", "append"}) {
+    std::vector<std::string> arguments = {"bench",  op,    "--latent", "128,32", "--rope",    "32",
+                                          "--keys", "200", "--rounds", "1",      "--threads", "1"};
+    if (op == std::string("prefill")) arguments.insert(arguments.end(), {"--q-len", "40", "--fresh-keys"});
+    const Json json = json_of(arguments);  // it judges its outputs
+    ASSERT_EQ(json["rows"].size(), 2u) << op;
+    for (const Json& row : json["rows"]) {
+      EXPECT_TRUE(row["latent"].get<bool>());
+      EXPECT_EQ(row["head_dim"], 32);
+      EXPECT_EQ(row["kv_heads"], 1);
+      EXPECT_EQ(row["k_format"], "tq8");
+      EXPECT_EQ(row["v_format"], "tq4");
+      EXPECT_FALSE(row["median_ns"].is_null()) << op;
+    }
+    EXPECT_EQ(json["rows"][0]["v_head_dim"], 128);
+  }
+  const auto refused = [](std::vector<std::string> more, const char* words) {
+    more.insert(more.begin(), {"bench", "prefill"});
+    const Finished f = kvant_cli(more);
+    EXPECT_EQ(f.exit_code, 2);
+    EXPECT_NE(f.err.find(words), std::string::npos) << f.err;
+  };
+  refused({"--latent", "577"}, "--latent");
+  refused({"--latent", "512", "--head-dim", "64"}, "--head-dim");
+  refused({"--rope", "64"}, "--latent");
+  refused({"--latent", "512", "--products", "8"}, "--products 8: not with --latent");
+  refused({"--latent", "512", "--backend", "cuda"}, "--latent: caches of latents are in host memory");
 }
 
 TEST_F(CliBench, CentredKeysBesideOthers) {

@@ -34,6 +34,13 @@ CacheConfig with(CacheConfig c, const std::function<void(CacheConfig&)>& change)
   return c;
 }
 
+std::function<void(CacheConfig&)> latents(int latent, int rope) {
+  return [=](CacheConfig& c) {
+    c.latent = latent, c.rope = rope;
+    c.kv_heads = c.head_dim = c.v_head_dim = 0;
+  };
+}
+
 std::vector<Trial> trials() {
   std::vector<Trial> all{
       {"defaults", config("tq6", "tq4")},
@@ -47,6 +54,9 @@ std::vector<Trial> trials() {
       {"padded", config("tq6", "tq4", 1, 1, 72)},
       {"d576", with(config("tq6", "tq4", 1, 1, 576), [](CacheConfig& c) { c.layers = c.kv_heads = 1; })},
       {"two_head_dims", config("tq6", "tq4", 1, 1, 96, 40)},
+      {"latent", with(config("tq8", "tq4"), latents(64, 32))},
+      {"latent_padded", with(config("tq6", "fp8", 0, 0), latents(40, 72))},
+      {"latent_of_one_size", with(config("tq4", "tq6", 0, 1), latents(32, 32))},
       {"wide_values", config("tq4", "tq8", 0, 0, 32, 128)},
       {"groups", with(config("tq6", "tq8", 0, 0, 256), [](CacheConfig& c) { c.kv_heads = 1; })},
       {"exact_f16", config("tq4", "tq4"), Dtype::f16},
@@ -115,6 +125,31 @@ INSTANTIATE_TEST_SUITE_P(, SnapshotRoundTrip, testing::ValuesIn(trials()),
 // --- what a file has -------------------------------------------------------------------------------------------------
 
 // Files of one size are those of versions that knew one: they do not name the values'.
+// A file says that values are latents, and goes to a cache that has them.
+TEST(Snapshot, SaysThatValuesAreLatents) {
+  const TemporaryDirectory directory;
+  const std::string path = directory / "latent.kvs";
+  for (const int latent : {64, 32}) {
+    CacheConfig own = with(config("tq8", "tq4", 1, 1), latents(latent, 32)),
+                two = config("tq8", "tq4", 1, 1, 32, latent);
+    two.kv_heads = 1;
+    Cache cache = Cache::create(own).value();
+    cache.add_sequence();
+    save(cache, path).value();
+    const SnapshotInfo info = Snapshot::open(path).value().info();
+    EXPECT_EQ(info.fields.at("latent"), std::to_string(latent));
+    EXPECT_EQ(info.fields.at("rope"), "32");
+    EXPECT_EQ(info.config.latent, latent);
+    EXPECT_EQ(load(path).value().cache.config().latent, latent);
+    Cache heads = Cache::create(two).value();
+    EXPECT_TRUE(refused(Snapshot::open(path).value().load_into(heads).status(), Code::invalid_argument,
+                        {latent == 64 ? "latent = 64 and 0" : "latent = 32 and 0"}));
+    EXPECT_TRUE(refused(copy_sequences(cache, {}, heads).status(), Code::invalid_argument, {"latent = "}));
+    save(heads, path).value();
+    EXPECT_FALSE(Snapshot::open(path).value().info().fields.contains("latent"));
+  }
+}
+
 TEST(Snapshot, NamesTheSizeOfValuesWhereItIsAnother) {
   const TemporaryDirectory directory;
   const std::string path = directory / "cache.kvs";

@@ -5,7 +5,8 @@
 // Rows and logits. Query i of a sequence with q_len queries stands at position length - q_len + i: queries are the
 // newest tokens, and their own keys and values must be in the cache, or be given to the run (fresh keys). With group =
 // q_heads / kv_heads, query head h reads kv head h / group (rounded down), as models with grouped-query attention have
-// it. A logit is, in this order:
+// it. (In a latent cache q . k is that of the query's first elements with the latent, and of its others with the rotary
+// key.) A logit is, in this order:
 //   1. scale * q . k
 //   2. softcap    cap * tanh(logit / cap)
 //   3. ALiBi      - slope * |query position - key position|

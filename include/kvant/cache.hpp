@@ -26,8 +26,18 @@ struct CacheConfig {
   /// On a device both are the same, or head_dim is 192 and v_head_dim 128.
   int v_head_dim = 0;
   [[nodiscard]] int v_dim() const noexcept { return v_head_dim == 0 ? head_dim : v_head_dim; }  ///< the number itself
-  std::string k = "tq6";  ///< key format; see formats()
-  std::string v = "tq4";  ///< value format
+  /// A latent cache, of multi-head latent attention: a token has one latent of so many elements and one rotary key of
+  /// `rope`, 1 to 576 each, which all query heads share. The latent is the value and a part of the key. Keys in calls
+  /// are the rotary keys, and values the latents; kv_heads is 1, head_dim is `rope` and v_head_dim is `latent`, set or
+  /// not. A query has latent + rope elements in this order, an output `latent`. Plans need AttentionOptions::scale. In
+  /// host memory only. 0: another cache.
+  int latent = 0;
+  int rope = 0;
+  /// Elements of a query.
+  [[nodiscard]] int q_dim() const noexcept { return latent > 0 ? latent + rope : head_dim; }
+  /// Key format; see formats(). Empty: tq6; of the rotary keys of a latent cache tq8.
+  std::string k{};
+  std::string v = "tq4";  ///< value format; that of latents
   /// First pages kept exact, while a window covers them. -1: automatic, which is 1. 0 where both formats are dense,
   /// whatever is given.
   int sink_pages = -1;

@@ -14,7 +14,8 @@
  *   texts      Strings handed in are UTF-8, zero-terminated, and copied. Strings handed out are written to a buffer of
  *              the caller: *size gets the bytes needed, the terminating zero included; call with buffer NULL to ask.
  *   tensors    [tokens, heads, head_dim] with strides in elements, the innermost contiguous. Borrowed for the call.
- *              Values and outputs have v_head_dim in place of head_dim, where a cache or pages set it.
+ *              Values and outputs have v_head_dim in place of head_dim, where a cache or pages set it. With latents
+ *              queries have latent + rope.
  *   threads    Any thread may make any call at any time, but for _destroy of an object that another call uses, and
  *              kvant_cache_set_stream. On one cache calls that only read (kvant_run with a workspace of its own, plans,
  *              read, decode, length, memory, describe) go on at the same time, on a device one after another; the
@@ -174,7 +175,7 @@ typedef struct kvant_cache_config {
                                write is, or a format is f16 and the first write has no bf16; else bf16, also for f32
                                tensors. With sink or tail pages every value is rounded to it before it is stored or
                                encoded; without them tokens are encoded as they are given */
-  const char* k;            /* key format, default "tq6"; kvant_info lists them */
+  const char* k;            /* key format, default "tq6"; kvant_info lists them. NULL: "tq6", or "tq8" with latent */
   const char* v;            /* value format, default "tq4" */
   int64_t window;           /* sliding window in tokens, 0 (default): none. Pages out of sight are freed */
   int64_t window_sinks;     /* first tokens that stay visible beyond the window */
@@ -205,6 +206,14 @@ typedef struct kvant_cache_config {
   int64_t v_head_dim;          /* elements of a value and of an output, 1 to 576, where keys and queries have another
                                   number (head_dim); 0 (default): head_dim. On a device: 128 with a head_dim of
                                   192, or head_dim */
+  int32_t latent;              /* a latent cache (multi-head latent attention), in host memory only: a token has one
+                                  latent of so many elements and one rotary key of `rope`, 1 to 576 each, which all
+                                  query heads share. The latent is the value and a part of the key. Keys in calls are
+                                  the rotary keys, of format k; values are the latents, of format v. kv_heads is 1,
+                                  head_dim is rope and v_head_dim is latent, set or not. A query has latent + rope
+                                  elements in this order, an output latent. Plans need a scale. 0 (default): keys and
+                                  values of heads */
+  int32_t rope;
 } kvant_cache_config;
 
 /* Caches on a device
@@ -589,7 +598,7 @@ typedef struct kvant_pages_config {
   size_t struct_size; /* sizeof(kvant_pages_config); set by kvant_pages_config_init */
   int32_t kv_heads;   /* required */
   int32_t head_dim;   /* required; 1 to 576, on a device 1 to 512; stored padded as in kvant_cache_config */
-  const char* k;      /* format; default "tq6". Any but the lut formats, and on a device but f32 */
+  const char* k;      /* format; default "tq6", NULL as there. Any but the lut formats, and on a device but f32 */
   const char* v;      /* default "tq4" */
   const char* device; /* "cpu" or NULL (default): host memory; "cuda", "cuda:1": that device's */
   const char* isa;    /* host: as in kvant_cache_config; NULL (default): the best */
@@ -609,6 +618,8 @@ typedef struct kvant_pages_config {
                              For an engine that may give the memory of a freed block to layers which kvant does not
                              write, before a step begins; 0 (default): the next step's begin completes them */
   int64_t v_head_dim;     /* as in kvant_cache_config */
+  int32_t latent;         /* likewise: blocks of latents and rotary keys */
+  int32_t rope;
 } kvant_pages_config;
 KVANT_C_API void kvant_pages_config_init(kvant_pages_config* config, size_t struct_size);
 

@@ -37,9 +37,10 @@ namespace kvant {
 
 struct PagesConfig {
   int kv_heads = 0;
-  int head_dim = 0;       ///< 1 to 576, on a device to 512; stored padded as CacheConfig::head_dim says
-  int v_head_dim = 0;     ///< as CacheConfig::v_head_dim
-  std::string k = "tq6";  ///< key format; any but the lut formats, and on a device but f32
+  int head_dim = 0;          ///< 1 to 576, on a device to 512; stored padded as CacheConfig::head_dim says
+  int v_head_dim = 0;        ///< as CacheConfig::v_head_dim
+  int latent = 0, rope = 0;  ///< as those of CacheConfig: blocks of latents and rotary keys, in host memory
+  std::string k{};           ///< key format; any but the lut formats, and on a device but f32. Empty: as CacheConfig::k
   std::string v = "tq4";
   std::string device{};  ///< "" or "cpu": host memory; "cuda" or "cuda:1": that device's
   int threads = 0;       ///< host only: workers that write and decode; 0: the processors that the process may use

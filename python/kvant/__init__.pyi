@@ -27,12 +27,17 @@ class Cache:
     """Keys and values of the layers of one geometry, compressed, in pages of 64 tokens.
 
     layers: all of one geometry: layers that differ in kv_heads, head_dim or window are another cache.
-    kv_heads, head_dim: heads of keys and values, and the numbers of a vector. head_dim is 1 to 576 on the CPU,
-        where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros. On a device head_dim is 1 to 512,
-        and 64, 96, 128, 192, 256 and 512 are stored as they are.
+    kv_heads, head_dim: heads of keys and values, and the numbers of a vector: required, but with latent. head_dim
+        is 1 to 576 on the CPU, where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros. On a
+        device head_dim is 1 to 512, and 64, 96, 128, 192, 256 and 512 are stored as they are.
     v_head_dim: the numbers of a value, and of an output, where they are not as many as those of a key and a query;
         0: head_dim. On a device both are the same, or 192 and 128.
-    k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
+    latent, rope: a latent cache, of multi-head latent attention, on the CPU: the numbers of a token's latent and of
+        its rotary key, which all query heads share. Calls take rotary keys as keys and latents as values, queries of
+        latent + rope numbers in this order, and give outputs of `latent`; plans need the model's scale. kv_heads,
+        head_dim and v_head_dim follow. 0: keys and values of heads.
+    k, v: formats of keys and values; `kvant.formats()` lists them. k = None: tq6, about 5 bits a value with tq4;
+        tq8 for the rotary keys of a latent cache.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken at once, so a cache
         needs capacity_tokens, and tensors must be on that device; work is enqueued on torch's current stream (or
         `stream=`).
@@ -64,7 +69,7 @@ class Cache:
     calls for one sequence are the caller's to order. Plans run at the same time, on a device one after another; calls
     that change something wait for them.
     """
-    def __init__(self, *, layers: int = 1, kv_heads: int, head_dim: int, v_head_dim: int = 0, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, pinned: bool = False, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, k_centre: str = 'automatic', threads: int = 0, isa: str | None = None):
+    def __init__(self, *, layers: int = 1, kv_heads: int = 0, head_dim: int = 0, v_head_dim: int = 0, latent: int = 0, rope: int = 0, k: str | None = None, v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, pinned: bool = False, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, k_centre: str = 'automatic', threads: int = 0, isa: str | None = None):
         ...
     def close(self) -> None:
         """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any
@@ -203,12 +208,17 @@ class PageFacts:
 class Pages:
     """The geometry and formats of encoded pages in an engine's blocks. Holds no blocks.
 
-    kv_heads, head_dim: heads of keys and values, and the numbers of a vector. head_dim is 1 to 576 on the CPU,
-        where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros. On a device head_dim is 1 to 512,
-        and 64, 96, 128, 192, 256 and 512 are stored as they are.
+    kv_heads, head_dim: heads of keys and values, and the numbers of a vector: required, but with latent. head_dim
+        is 1 to 576 on the CPU, where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros. On a
+        device head_dim is 1 to 512, and 64, 96, 128, 192, 256 and 512 are stored as they are.
     v_head_dim: the numbers of a value, and of an output, where they are not as many as those of a key and a query;
         0: head_dim. On a device both are the same, or 192 and 128.
-    k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
+    latent, rope: a latent cache, of multi-head latent attention, on the CPU: the numbers of a token's latent and of
+        its rotary key, which all query heads share. Calls take rotary keys as keys and latents as values, queries of
+        latent + rope numbers in this order, and give outputs of `latent`; plans need the model's scale. kv_heads,
+        head_dim and v_head_dim follow. 0: keys and values of heads.
+    k, v: formats of keys and values; `kvant.formats()` lists them. k = None: tq6, about 5 bits a value with tq4;
+        tq8 for the rotary keys of a latent cache.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken at once, so a cache
         needs capacity_tokens, and tensors must be on that device; work is enqueued on torch's current stream (or
         `stream=`).
@@ -242,7 +252,7 @@ class Pages:
     Errors: InvalidArgument, Unsupported, OutOfMemory.
     """
     block_tokens: int
-    def __init__(self, *, kv_heads: int, head_dim: int, v_head_dim: int = 0, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', k_centre: str = 'automatic', threads: int = 0, isa: str | None = None, tail_pages: int = 0, sink_pages: int = 0, exact: str | None = None, layers: int = 1, tail_sequences: int = 0, exact_copies: int | None = None, encode_at_once: bool = False):
+    def __init__(self, *, kv_heads: int = 0, head_dim: int = 0, v_head_dim: int = 0, latent: int = 0, rope: int = 0, k: str | None = None, v: str = 'tq4', device: Any = 'cpu', k_centre: str = 'automatic', threads: int = 0, isa: str | None = None, tail_pages: int = 0, sink_pages: int = 0, exact: str | None = None, layers: int = 1, tail_sequences: int = 0, exact_copies: int | None = None, encode_at_once: bool = False):
         ...
     def close(self) -> None:
         """Frees the exact copies now instead of when the object goes. The pages and their plans cannot be used any

@@ -166,9 +166,19 @@ def path(name: str, value: Any) -> str:
     return found
 
 
-def own_v_head_dim(owner: Any) -> str:
+def set_dims(owner: Any, head_dim: int, v_head_dim: int, latent: int, rope: int) -> None:
+    """Sets how many numbers keys, values and queries of a cache or of pages have."""
+    owner.head_dim, owner.v_head_dim = head_dim, v_head_dim or head_dim
+    owner.latent, owner.rope = latent, rope
+    owner.q_head_dim = latent + rope if latent else head_dim
+
+
+def geometry(owner: Any) -> str:
     """For the repr of a cache or of pages."""
-    return "" if owner.v_head_dim == owner.head_dim else f"v_head_dim={owner.v_head_dim}, "
+    if owner.latent:
+        return f"latent={owner.latent}, rope={owner.rope}"
+    own_v = "" if owner.v_head_dim == owner.head_dim else f", v_head_dim={owner.v_head_dim}"
+    return f"kv_heads={owner.kv_heads}, head_dim={owner.head_dim}{own_v}"
 
 
 def device(value: Any) -> tuple[str, int]:

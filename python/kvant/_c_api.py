@@ -82,6 +82,8 @@ class CacheConfig(Structure):
         ("k_centre", c_int32),
         ("pinned", c_int32),
         ("v_head_dim", c_int64),
+        ("latent", c_int32),
+        ("rope", c_int32),
     ]
 
 
@@ -250,6 +252,8 @@ class PagesConfig(Structure):
         ("exact_copies", c_int32),
         ("encode_at_once", c_int32),
         ("v_head_dim", c_int64),
+        ("latent", c_int32),
+        ("rope", c_int32),
     ]
 
 

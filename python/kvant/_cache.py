@@ -12,7 +12,7 @@ from typing import Any
 from . import _arguments, _c, _overlap, _tensors
 from ._errors import InvalidArgument
 from ._facts import Facts
-from ._options import CACHE, PLAN
+from ._options import CACHE, PLAN, complete_store
 from ._owner import Member, Owner, Ticket
 from ._plan import Plan, prepare
 from ._signals import CALL, make_anchor
@@ -81,11 +81,12 @@ class Cache(_arguments.NotCopied):
 
     _instead = "fork its sequences, or make another cache"
     _made_of = (
-        "device", "owner", "k", "v", "layers", "kv_heads", "head_dim", "v_head_dim", "window", "rollback_tokens"
+        "device", "owner", "k", "v", "layers", "kv_heads", "head_dim", "v_head_dim", "q_head_dim", "latent", "rope",
+        "window", "rollback_tokens"
     )  # fmt: skip
 
     def __init__(self, **options: Any):
-        values = CACHE.complete(options)
+        values = complete_store(CACHE, options)
         self.device = _arguments.device(values["device"])
         self.owner = Owner(self.device, "cache")  # of kvant's own modules
         c = _c.CacheConfig()
@@ -113,8 +114,8 @@ class Cache(_arguments.NotCopied):
         handle = _c.CacheHandle()
         _c.check(_c.cache_create(byref(c), byref(handle)))
         self.owner.pointer = handle
-        self.layers, self.kv_heads, self.head_dim = c.layers, c.kv_heads, c.head_dim
-        self.v_head_dim = c.v_head_dim or c.head_dim
+        self.layers, self.kv_heads = c.layers, c.kv_heads
+        _arguments.set_dims(self, c.head_dim, c.v_head_dim, c.latent, c.rope)
         self.window, self.rollback_tokens = c.window, c.rollback_tokens
 
     @classmethod
@@ -123,9 +124,10 @@ class Cache(_arguments.NotCopied):
         self = cls.__new__(cls)
         self.device, self.owner = device, Owner(device, "cache")
         self.owner.pointer = handle
-        for name in ("k", "v", "layers", "kv_heads", "head_dim", "window", "rollback_tokens"):
+        for name in ("k", "v", "layers", "kv_heads", "window", "rollback_tokens"):
             setattr(self, name, config[name])
-        self.v_head_dim = config.get("v_head_dim", self.head_dim)
+        optional = (config.get(name, 0) for name in ("v_head_dim", "latent", "rope"))
+        _arguments.set_dims(self, config["head_dim"], *optional)
         return self
 
     # --- life ---
@@ -144,8 +146,7 @@ class Cache(_arguments.NotCopied):
     def __repr__(self) -> str:
         where = "" if self.device[0] == "cpu" else f", device={self.device[0]}:{self.device[1]}"
         return (
-            f"kvant.Cache(layers={self.layers}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
-            f"{_arguments.own_v_head_dim(self)}k={self.k!r}, v={self.v!r}{where})"
+            f"kvant.Cache(layers={self.layers}, {_arguments.geometry(self)}, k={self.k!r}, v={self.v!r}{where})"
         )
 
     @property

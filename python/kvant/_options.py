@@ -144,11 +144,30 @@ class Options:
         return "\n    ".join(paragraphs)
 
 
+def complete_store(door: Options, given: dict[str, Any]) -> dict[str, Any]:
+    """All values of the doors of caches and of pages, with what follows from latents."""
+    values = door.complete(given)
+    if values["latent"]:
+        for name, following in (("kv_heads", 1), ("head_dim", values["rope"]), ("v_head_dim", values["latent"])):
+            values[name] = values[name] or following
+    else:
+        missing = [name for name in ("kv_heads", "head_dim") if name not in given]
+        if missing:
+            raise TypeError(f"{door.owner} needs {' and '.join(missing)}")
+    if values["k"] is None:
+        values["k"] = "tq8" if values["latent"] else "tq6"
+    return values
+
+
 def _options_in(door: str, owner: str, options: tuple[Option, ...], **defaults: Any) -> Options:
-    """Those of a door. defaults: of options whose default is another there."""
-    here = [option for option in options if door in option.doors.split()]
-    changes = {name: {"default": default} for name, default in defaults.items()}
-    return Options(owner, *(option.changed(**changes.get(option.name, {})) for option in here))
+    """Those of a door. defaults: of options whose default is another there, which is not None."""
+
+    def of_door(option: Option) -> Option:
+        if option.name not in defaults:
+            return option
+        return option.changed(default=defaults[option.name], kind=option.kind.removesuffix(" | None"))
+
+    return Options(owner, *(of_door(option) for option in options if door in option.doors.split()))
 
 
 _ATTENTION = (
@@ -230,12 +249,12 @@ _CACHE = (
         "layers", "int", 1, _int32,
         "all of one geometry: layers that differ in kv_heads, head_dim or window are another cache.", "cache",
     ),
-    Option("kv_heads", "int", REQUIRED, _int32, "", "cache pages"),
+    Option("kv_heads", "int", 0, _int32, "", "cache pages"),
     Option(
-        "head_dim", "int", REQUIRED, _int32,
-        "heads of keys and values, and the numbers of a vector. head_dim is 1 to 576 on the CPU, where sizes outside "
-        '`kvant.info()["head_dims"]` are stored padded with zeros. On a device head_dim is 1 to 512, and 64, 96, 128, '
-        "192, 256 and 512 are stored as they are.",
+        "head_dim", "int", 0, _int32,
+        "heads of keys and values, and the numbers of a vector: required, but with latent. head_dim is 1 to 576 on the "
+        'CPU, where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros. On a device head_dim is 1 '
+        "to 512, and 64, 96, 128, 192, 256 and 512 are stored as they are.",
         "cache pages",
     ),
     Option(
@@ -244,10 +263,20 @@ _CACHE = (
         "head_dim. On a device both are the same, or 192 and 128.",
         "cache pages",
     ),
-    Option("k", "str", "tq6", _format, "", "cache pages hf"),
+    Option("latent", "int", 0, partial(_int32, low=0), "", "cache pages"),
+    Option(
+        "rope", "int", 0, partial(_int32, low=0),
+        "a latent cache, of multi-head latent attention, on the CPU: the numbers of a token's latent and of its rotary "
+        "key, which all query heads share. Calls take rotary keys as keys and latents as values, queries of latent + "
+        "rope numbers in this order, and give outputs of `latent`; plans need the model's scale. kv_heads, head_dim "
+        "and v_head_dim follow. 0: keys and values of heads.",
+        "cache pages",
+    ),
+    Option("k", "str | None", None, _format, "", "cache pages hf"),
     Option(
         "v", "str", "tq4", _format,
-        "formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.",
+        "formats of keys and values; `kvant.formats()` lists them. k = None: tq6, about 5 bits a value with tq4; tq8 "
+        "for the rotary keys of a latent cache.",
         "cache pages hf",
     ),
     Option(
@@ -391,7 +420,7 @@ LIMITS = Options("kvant.PagesPlan", *_LIMITS)
 PAGES_PLAN = Options("kvant.PagesPlan", *PAGES_ATTENTION, *LIMITS)
 CACHE = _options_in("cache", "kvant.Cache", _CACHE)
 PAGES = _options_in("pages", "kvant.Pages", (*_CACHE, *_PAGES))
-HF_CACHE = _options_in("hf", "kvant.hf", _CACHE)
+HF_CACHE = _options_in("hf", "kvant.hf", _CACHE, k="tq6")
 HF_ATTENTION = _options_in("hf", "kvant.hf", _ATTENTION)
 VLLM_ATTENTION = _options_in("vllm", "kvant.vllm", _ATTENTION, fresh_keys=True)
 VLLM = Options(

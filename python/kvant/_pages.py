@@ -9,7 +9,7 @@ from typing import Any
 from . import _arguments, _c, _locks, _overlap, _tensors
 from ._errors import InvalidArgument
 from ._facts import Facts
-from ._options import LIMITS, PAGES, PAGES_ATTENTION, PAGES_PLAN
+from ._options import LIMITS, PAGES, PAGES_ATTENTION, PAGES_PLAN, complete_store
 from ._owner import Owner
 from ._plan import attention_options, run_options
 
@@ -88,12 +88,13 @@ class Pages(_arguments.NotCopied):
     block_tokens = 64
     _instead = "make others of the same options"
     _made_of = (
-        "device", "owner", "k", "v", "kv_heads", "head_dim", "v_head_dim", "layers", "tail_pages", "tail_sequences",
-        "sink_pages", "block_bytes", "tail_bytes", "tail_copies", "encode_at_once", "_pools"
+        "device", "owner", "k", "v", "kv_heads", "head_dim", "v_head_dim", "q_head_dim", "latent", "rope", "layers",
+        "tail_pages", "tail_sequences", "sink_pages", "block_bytes", "tail_bytes", "tail_copies", "encode_at_once",
+        "_pools"
     )  # fmt: skip
 
     def __init__(self, **options: Any):
-        values = PAGES.complete(options)
+        values = complete_store(PAGES, options)
         self.device = _arguments.device(values["device"])
         self.owner = Owner(self.device, "pages")  # of kvant's own modules
         c = _c.PagesConfig()
@@ -103,9 +104,9 @@ class Pages(_arguments.NotCopied):
             raise InvalidArgument("exact_copies is 0: must be 1 or more, or None; tail_pages = 0 makes none")
         c.device = f"{self.device[0]}:{self.device[1]}".encode() if self.device[0] != "cpu" else None
         self.k, self.v, self.encode_at_once = c.k.decode(), c.v.decode(), bool(c.encode_at_once)
-        for name in ("kv_heads", "head_dim", "layers", "tail_pages", "tail_sequences", "sink_pages"):
+        for name in ("kv_heads", "layers", "tail_pages", "tail_sequences", "sink_pages"):
             setattr(self, name, getattr(c, name))
-        self.v_head_dim = c.v_head_dim or c.head_dim
+        _arguments.set_dims(self, c.head_dim, c.v_head_dim, c.latent, c.rope)
         handle = _c.PagesHandle()
         _c.check(_c.pages_create(byref(c), byref(handle)))
         self.owner.pointer = handle
@@ -245,8 +246,7 @@ class Pages(_arguments.NotCopied):
 
     def __repr__(self) -> str:
         return (
-            f"kvant.Pages(kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
-            f"{_arguments.own_v_head_dim(self)}k={self.k!r}, v={self.v!r}, "
+            f"kvant.Pages({_arguments.geometry(self)}, k={self.k!r}, v={self.v!r}, "
             f"device={self.device[0]!r}, block_bytes={self.block_bytes})"
         )
 

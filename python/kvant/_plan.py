@@ -228,7 +228,7 @@ class Plan(_arguments.NotCopied):
         """A tensor with a row for each query, as tensor() gives it."""
         t, d = _tensors.tensor(x, name, where, len(self._q_lens), mutable)
         total, most = self.facts.total_queries, max(self._q_lens, default=0)
-        dim = self.cache.v_head_dim if name in ("values", "out") else self.cache.head_dim
+        dim = self.cache.q_head_dim if name == "q" else self.cache.v_head_dim if name != "keys" else self.cache.head_dim
         if tuple(t.shape) != (most if t.batch_stride else total, heads, dim):
             raise InvalidArgument(
                 f"{name} has shape {list(d.shape)}: must be [{total}, {heads}, {dim}], a row for each query, or "

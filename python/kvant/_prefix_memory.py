@@ -56,7 +56,8 @@ class Memory:
         """Returns the entry as it is kept. None: it takes more bytes than `most`."""
         for place, s in enumerate(given):
             c = s.cache
-            entry.kinds.append((c.layers, c.kv_heads, c.head_dim, c.v_head_dim, c.k, c.v, c.window, c.rollback_tokens))
+            dims = (c.kv_heads, c.head_dim, c.v_head_dim, c.latent)
+            entry.kinds.append((c.layers, dims, c.k, c.v, c.window, c.rollback_tokens))
             entry.windows.append(0 < c.window < entry.length)
             released = max(entry.length - c.window - 2 * BLOCK, 0) // BLOCK if c.window else 0
             entry.blocks += [(id(c), place, one, _page_bytes(s)) for one in entry.chain[released:]]

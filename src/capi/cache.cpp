@@ -53,7 +53,6 @@ Result<std::shared_ptr<const BasisSet>> to_bases(const kvant_cache_config& given
 Result<CacheConfig> to_config(const kvant_cache_config* pointer) {
   kvant_cache_config given = default_config();
   if (Status status = read_struct("config", pointer, given); !status.ok()) return status;
-  if (given.k == nullptr) return null_argument("config.k");
   if (given.v == nullptr) return null_argument("config.v");
 
   CacheConfig config;
@@ -61,7 +60,9 @@ Result<CacheConfig> to_config(const kvant_cache_config* pointer) {
   config.kv_heads = given.kv_heads;
   config.head_dim = given.head_dim;
   config.v_head_dim = to_int(given.v_head_dim);
-  config.k = given.k;
+  config.latent = given.latent;
+  config.rope = given.rope;
+  if (given.k != nullptr) config.k = given.k;
   config.v = given.v;
   config.sink_pages = given.sink_pages;
   config.tail_pages = given.tail_pages;

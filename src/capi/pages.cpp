@@ -20,13 +20,14 @@ kvant_pages_config default_pages_config() {
 Result<PagesConfig> to_pages_config(const kvant_pages_config* pointer) {
   kvant_pages_config given = default_pages_config();
   if (Status status = read_struct("config", pointer, given); !status.ok()) return status;
-  if (given.k == nullptr) return null_argument("config.k");
   if (given.v == nullptr) return null_argument("config.v");
   PagesConfig config;
   config.kv_heads = given.kv_heads;
   config.head_dim = given.head_dim;
   config.v_head_dim = to_int(given.v_head_dim);
-  config.k = given.k;
+  config.latent = given.latent;
+  config.rope = given.rope;
+  if (given.k != nullptr) config.k = given.k;
   config.v = given.v;
   config.threads = given.threads;
   if (given.device != nullptr) config.device = given.device;

@@ -39,6 +39,7 @@ struct BenchCase {
   BenchOp op = BenchOp::decode;
   FormatPair formats;
   int q_heads = 16, kv_heads = 4, head_dim = 128, v_head_dim = 0;  ///< v_head_dim 0: head_dim
+  bool latent = false;  ///< values are latents, and keys rotary keys: CacheConfig::latent
   int batch = 1;
   std::int64_t keys = 16384;
   std::int64_t first_keys = 0;  ///< keys of the first sequence; 0: as many as the others
@@ -56,7 +57,8 @@ struct BenchCase {
   BenchScores scores;
 
   [[nodiscard]] int v_dim() const { return v_head_dim > 0 ? v_head_dim : head_dim; }
-  /// "128", "192/128"
+  [[nodiscard]] int q_dim() const { return latent ? v_dim() + head_dim : head_dim; }
+  /// "128", "192/128", "512+64" of a latent cache
   [[nodiscard]] std::string dims() const;
   /// name_with_centre
   [[nodiscard]] std::string stored_name() const;
@@ -68,8 +70,8 @@ struct BenchCase {
   /// The keys of a sequence that some query sees.
   [[nodiscard]] std::int64_t seen_keys_of(std::int64_t sequence) const;
   [[nodiscard]] double stored_values() const;  ///< keys and values of the whole batch that some query sees
-  /// 2 * q_heads * (head_dim + v_head_dim) for each pair of a query and a key it sees: a multiply and an add for K and
-  /// for V.
+  /// 2 * q_heads * (the numbers of a query and of an output) for each pair of a query and a key it sees: a multiply and
+  /// an add for K and for V.
   [[nodiscard]] double flops() const;
 };
 

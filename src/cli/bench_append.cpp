@@ -31,9 +31,7 @@ double append_tolerance(const FormatPair& formats) {
 
 Result<AppendRun> AppendRun::create(const BenchCase& c) {
   CacheConfig config;
-  config.kv_heads = c.kv_heads;
-  config.head_dim = c.head_dim;
-  config.v_head_dim = c.v_head_dim;
+  set_geometry(c, config);
   config.k = format_info(c.formats.k).name;
   config.v = format_info(c.formats.v).name;
   config.k_centre = c.k_centre;

@@ -17,6 +17,8 @@ struct BenchArguments {
   std::string suite;
   std::vector<std::string> k_formats, v_formats, k_centres = {"automatic"};
   std::vector<int> q_heads = {16}, kv_heads = {4}, head_dims = {128}, v_head_dims = {0}, batches = {1}, threads = {0};
+  std::vector<int> latents;  // empty: keys and values of heads
+  int rope = 64;
   std::vector<std::int64_t> keys, q_lens;
   std::int64_t first_keys = 0;
   std::vector<std::string> isas = {""};

@@ -54,8 +54,15 @@ std::vector<BenchCase> shapes_of(const BenchArguments& a, bool is_op_given) {
   };
   cross(a.head_dims, [](BenchCase& c, int v) { c.head_dim = v; });
   cross(a.v_head_dims, [](BenchCase& c, int v) { c.v_head_dim = v == c.head_dim ? 0 : v; });
+  if (!a.latents.empty()) {
+    shapes = {base};
+    cross(a.latents, [&](BenchCase& c, int v) {
+      c.latent = true, c.kv_heads = 1, c.head_dim = a.rope;
+      c.v_head_dim = v == c.head_dim ? 0 : v;
+    });
+  }
   cross(a.q_heads, [](BenchCase& c, int v) { c.q_heads = v; });
-  cross(a.kv_heads, [](BenchCase& c, int v) { c.kv_heads = v; });
+  if (a.latents.empty()) cross(a.kv_heads, [](BenchCase& c, int v) { c.kv_heads = v; });
   cross(a.batches, [](BenchCase& c, int v) { c.batch = v; });
   cross(keys, [](BenchCase& c, std::int64_t v) { c.keys = v; });
   cross(q_lens, [](BenchCase& c, std::int64_t v) { c.q_len = v; });
@@ -119,6 +126,7 @@ void check_threads(const std::vector<int>& threads) {
 std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const std::vector<std::string>& isas) {
   std::vector<std::string> k_formats = a.k_formats;
   if (k_formats.empty() && a.v_formats.empty() && !a.suite.empty()) k_formats = {"f16", "tq8", "tq6/tq4", "tq4"};
+  if (k_formats.empty() && a.v_formats.empty() && !a.latents.empty()) k_formats = {"tq8/tq4"};
   if (k_formats.empty()) k_formats = {a.v_formats.empty() ? kDefaultPair.name() : format_info(kDefaultPair.k).name};
   const Result<std::vector<FormatPair>> pairs = pair_formats(k_formats, a.v_formats);
   if (!pairs.ok()) usage(pairs.message());
@@ -128,6 +136,7 @@ std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const
                       format_info(pair.k).name));
   }
   if (std::find(a.products.begin(), a.products.end(), "8") != a.products.end()) {
+    if (!a.latents.empty()) usage("--products 8: not with --latent; leave it out");
     for (const FormatPair& pair : *pairs) {
       if (codec::is_tq(pair.k) && codec::is_tq(pair.v)) continue;
       usage(fmt::format("--products 8: not with {}; choose tq formats with --k-format and --v-format", pair.name()));
@@ -174,6 +183,7 @@ Status run_bench_command(const BenchArguments& a, bool is_op_given) {
   const bool on_device = a.backend == "cuda";
   const int device = device_number(a.device);
   if (on_device) {
+    if (!a.latents.empty()) usage("--latent: caches of latents are in host memory; leave out --backend cuda");
     if (a.isas != std::vector<std::string>{""}) usage("--isa: CPU kernels; leave it out with --backend cuda");
     if (a.threads != std::vector<int>{0}) usage("--threads: of the CPU; leave it out with --backend cuda");
   } else if (!a.device.empty()) {

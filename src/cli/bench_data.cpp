@@ -55,9 +55,9 @@ std::vector<float> loud_vectors(std::int64_t tokens, int heads, int head_dim, do
 
 bool is_same_workload(const BenchCase& a, const BenchCase& b) {
   return (a.op == BenchOp::step) == (b.op == BenchOp::step) && a.formats == b.formats && a.kv_heads == b.kv_heads &&
-         a.head_dim == b.head_dim && a.v_dim() == b.v_dim() && a.batch == b.batch && a.keys == b.keys &&
-         a.first_keys == b.first_keys && a.sink_pages == b.sink_pages && a.tail_pages == b.tail_pages &&
-         a.k_centre == b.k_centre;
+         a.head_dim == b.head_dim && a.v_dim() == b.v_dim() && a.latent == b.latent && a.batch == b.batch &&
+         a.keys == b.keys && a.first_keys == b.first_keys && a.sink_pages == b.sink_pages &&
+         a.tail_pages == b.tail_pages && a.k_centre == b.k_centre;
 }
 
 codec::PageLayout bench_page(const BenchCase& c) {
@@ -77,12 +77,17 @@ double layer_bytes(const BenchCase& c) {
   return (bytes_of(c.keys_of(0)) + (c.batch - 1) * bytes_of(c.keys)) * c.kv_heads;
 }
 
+void set_geometry(const BenchCase& c, CacheConfig& config) {
+  config.kv_heads = c.kv_heads;
+  config.head_dim = c.head_dim;
+  config.v_head_dim = c.latent ? 0 : c.v_head_dim;
+  if (c.latent) config.latent = c.v_dim(), config.rope = c.head_dim;
+}
+
 CacheConfig cache_config(const BenchCase& c, int layers) {
   CacheConfig config;
   config.layers = layers;
-  config.kv_heads = c.kv_heads;
-  config.head_dim = c.head_dim;
-  config.v_head_dim = c.v_head_dim;
+  set_geometry(c, config);
   config.k = format_info(c.formats.k).name;
   config.v = format_info(c.formats.v).name;
   config.k_centre = c.k_centre;
@@ -156,7 +161,7 @@ struct SampledRow {
   void add(const float* keys, const float* values, std::int64_t begin, std::int64_t end, std::int64_t own_keys) {
     const int dim = c->head_dim, v_dim = c->v_dim();
     const float slope = c->scores.alibi ? alibi_slope(*c, head) : 0.0f;
-    const base::LogitRule<double> rule{.scale = 1 / std::sqrt(static_cast<double>(dim)),
+    const base::LogitRule<double> rule{.scale = 1 / std::sqrt(static_cast<double>(c->q_dim())),
                                        .softcap = c->scores.softcap,
                                        .slopes = c->scores.alibi ? &slope : nullptr};
     const std::int64_t position = own_keys - c->q_len + query;
@@ -165,7 +170,10 @@ struct SampledRow {
       const float* k = keys + j * c->kv_heads * dim;
       const float* v = values + j * c->kv_heads * v_dim;
       double score = 0;
-      for (int d = 0; d < dim; ++d) score += static_cast<double>(q[d]) * static_cast<double>(k[d]);
+      const float* of_key = q;  // behind those that latents are multiplied with
+      for (int d = 0; c->latent && d < v_dim; ++d, ++of_key)
+        score += static_cast<double>(*of_key) * static_cast<double>(v[d]);
+      for (int d = 0; d < dim; ++d) score += static_cast<double>(of_key[d]) * static_cast<double>(k[d]);
       score *= rule.scale;
       base::transform_logits<base::ExactVerbs>(
           rule, [&] { return slope; },
@@ -225,7 +233,7 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
     for (const std::int64_t head : heads) {
       for (const std::int64_t query : queries) {
         const std::int64_t at = (b * c.q_len + query) * c.q_heads + head;
-        rows.push_back({&c, static_cast<int>(head), query, q.data() + at * c.head_dim, out.data() + at * c.v_dim(),
+        rows.push_back({&c, static_cast<int>(head), query, q.data() + at * c.q_dim(), out.data() + at * c.v_dim(),
                         -INFINITY, 0, std::vector<double>(static_cast<std::size_t>(c.v_dim()))});
       }
     }

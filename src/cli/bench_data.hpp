@@ -50,6 +50,8 @@ bool is_same_workload(const BenchCase& a, const BenchCase& b);
 /// Bytes of one layer of the case's cache.
 double layer_bytes(const BenchCase& c);
 /// The case's cache in host memory, with bf16 exact pages.
+/// Heads and sizes, or those of latents.
+void set_geometry(const BenchCase& c, CacheConfig& config);
 CacheConfig cache_config(const BenchCase& c, int layers);
 Result<Workload> make_workload(const BenchCase& c, int layers);
 

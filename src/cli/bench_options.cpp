@@ -103,10 +103,23 @@ std::vector<CLI::Option*> add_shapes(CLI::App& command, BenchArguments& a, Bench
     shapes.push_back(
         add_list(command, "--q-heads", a.q_heads, "Query heads")->check(range(1, 4096))->capture_default_str());
   }
-  shapes.push_back(
-      add_list(command, "--kv-heads", a.kv_heads, "Key/value heads")->check(range(1, 4096))->capture_default_str());
-  shapes.push_back(add_list(command, "--head-dim", a.head_dims, "Values of a vector")->capture_default_str());
-  shapes.push_back(add_list(command, "--v-head-dim", a.v_head_dims, "Values of a value, if not --head-dim; 0: that")
+  CLI::Option* const of_heads[] = {
+      add_list(command, "--kv-heads", a.kv_heads, "Key/value heads")->check(range(1, 4096))->capture_default_str(),
+      add_list(command, "--head-dim", a.head_dims, "Values of a vector")->capture_default_str(),
+      add_list(command, "--v-head-dim", a.v_head_dims, "Values of a value, if not --head-dim; 0: that")
+          ->capture_default_str()};
+  shapes.insert(shapes.end(), std::begin(of_heads), std::end(of_heads));
+  CLI::Option* const latent =
+      add_list(command, "--latent", a.latents,
+               "Values of a latent (multi-head latent attention), in place of the three above:\n"
+               "all query heads share latents and rotary keys; formats are rotary/latent")
+          ->check(range(1, kLargestHeadDim));
+  for (CLI::Option* option : of_heads) latent->excludes(option);
+  shapes.push_back(latent);
+  shapes.push_back(command.add_option("--rope", a.rope, "With --latent: values of a rotary key")
+                       ->check(range(1, kLargestHeadDim))
+                       ->needs(latent)
+                       ->type_name("N")
                        ->capture_default_str());
   shapes.push_back(add_list(command, "--batch", a.batches, "Sequences")->check(range(1, 65536))->capture_default_str());
   shapes.push_back(

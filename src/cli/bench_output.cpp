@@ -166,6 +166,7 @@ Json bench_rows(const BenchResult& result) {
                                         {"kv_heads", c.kv_heads},
                                         {"head_dim", c.head_dim},
                                         {"v_head_dim", c.v_dim()},
+                                        {"latent", c.latent},
                                         {"batch", c.batch},
                                         {"keys", c.keys},
                                         {"first_keys", c.keys_of(0)},

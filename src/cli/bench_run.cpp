@@ -25,7 +25,7 @@ constexpr int kFewestRounds = 7, kMostRounds = 201;
 
 double query_bytes(const BenchCase& c) {
   // Queries and outputs.
-  return sizeof(float) * c.batch * static_cast<double>(c.q_len) * c.q_heads * (c.head_dim + c.v_dim());
+  return sizeof(float) * c.batch * static_cast<double>(c.q_len) * c.q_heads * (c.q_dim() + c.v_dim());
 }
 
 // Something that is timed once a round.
@@ -68,7 +68,7 @@ struct Runner {
     if (append) return append->time_once();
     const BenchCase& c = row.bench_case;
     const std::int64_t queries = c.batch * c.q_len;
-    const auto in = TensorView::of(q.data(), queries, c.q_heads, c.head_dim);
+    const auto in = TensorView::of(q.data(), queries, c.q_heads, c.q_dim());
     const auto to = MutableTensorView::of(out.data(), queries, c.q_heads, c.v_dim());
     const int layer = next_layer++ % workload->layers;
     if (c.op == BenchOp::step) {
@@ -96,7 +96,7 @@ Status prepare_attention(Runner& runner) {
   if (const Status status = runner.make_plan(); !status.ok()) return status;
   row.bytes = static_cast<double>(runner.plan->kv_bytes());
   row.products = runner.plan->products();
-  runner.q = loud_vectors(c.batch * c.q_len, c.q_heads, c.head_dim, 1, 3);
+  runner.q = loud_vectors(c.batch * c.q_len, c.q_heads, c.q_dim(), 1, 3);
   runner.out.resize(static_cast<std::size_t>(c.batch * c.q_len * c.q_heads * c.v_dim()));
   if (c.op == BenchOp::step || c.scores.fresh_keys) {
     runner.new_keys = loud_vectors(c.batch * c.q_len, c.kv_heads, c.head_dim, 10, 1);
@@ -299,6 +299,7 @@ std::int64_t BenchCase::seen_keys_of(std::int64_t sequence) const {
 }
 
 std::string BenchCase::dims() const {
+  if (latent) return fmt::format("{}+{}", v_dim(), head_dim);
   return v_dim() == head_dim ? std::to_string(head_dim) : fmt::format("{}/{}", head_dim, v_dim());
 }
 
@@ -319,7 +320,7 @@ double BenchCase::flops() const {
     return static_cast<double>(growing) * (static_cast<double>(first) + static_cast<double>(growing - 1) / 2) +
            static_cast<double>(q_len - growing) * static_cast<double>(scores.window);
   };
-  return 2.0 * q_heads * (head_dim + v_dim()) * (pairs_of(0) + (batch - 1) * pairs_of(1));
+  return 2.0 * q_heads * (q_dim() + v_dim()) * (pairs_of(0) + (batch - 1) * pairs_of(1));
 }
 
 Result<BenchResult> run_bench(const std::vector<BenchCase>& cases, const BenchSettings& settings,

@@ -34,6 +34,7 @@ AttentionOptions attention_options(const BenchCase& c, const void* mask) {
   AttentionOptions options;
   options.q_heads = c.q_heads;
   options.q_len = static_cast<int>(c.q_len);
+  if (c.latent) options.scale = 1 / std::sqrt(static_cast<double>(c.q_dim()));
   options.backend = c.backend;
   options.kernel = c.kernel;
   options.products = c.products;

@@ -6,7 +6,9 @@
 // head_dim of keys is not a multiple of 64: there rows straddle cache lines anyway, and 64 would cost more than 0.14
 // bits a key value.
 //
-// D is the side's own: keys and values may have different sizes.
+// D is the side's own: keys and values may have different sizes. In a latent cache the key side has the rotary keys,
+// and the value side the latents, which are a part of the keys as well. Words of eight tokens serve both products: a
+// register of neighbouring words holds neighbouring channels of each token.
 //
 //   dense formats    keys and values row-major [64][D] of 4 or 2 bytes
 //   coded formats    codes are split into at most two planes of p bits each (low bits first), so that no field

@@ -11,8 +11,9 @@ namespace kvant::snapshot {
 namespace {
 
 // Whether caches whose fields differ can have each other's sequences. Files have `of_values` only where values are not
-// of the keys' size, so that other files are those of versions which knew one size.
-enum class Field { bytes, of_values, place };
+// of the keys' size, and `of_latents` only where values are latents, so that other files are those of versions which
+// knew one size, and no latents.
+enum class Field { bytes, of_values, of_latents, place };
 
 // All fields, in one place: visit(name, field of the struct, kind) for each.
 template <class Stored, class Visit>
@@ -24,6 +25,8 @@ void visit_fields(Stored& s, Visit&& visit) {
   visit("stored_head_dim", s.stored_head_dim, Field::bytes);
   visit("v_head_dim", c.v_head_dim, Field::of_values);
   visit("stored_v_head_dim", s.stored_v_head_dim, Field::of_values);
+  visit("latent", c.latent, Field::of_latents);
+  visit("rope", c.rope, Field::of_latents);
   visit("k", c.k, Field::bytes);
   visit("v", c.v, Field::bytes);
   visit("k_basis", c.k_basis, Field::bytes);
@@ -117,21 +120,24 @@ StoredConfig stored_config(const CacheImpl& cache) {
 }
 
 void write_config(const StoredConfig& stored, std::map<std::string, std::string>& metadata) {
-  const bool one_size = stored.config.head_dim == stored.config.v_head_dim;
+  const bool one_size = stored.config.head_dim == stored.config.v_head_dim, latent = stored.config.latent > 0;
   visit_fields(stored, [&](const char* name, const auto& field, Field kind) {
-    if (kind != Field::of_values || !one_size) metadata[std::string(kOwn) + name] = text_of(field);
+    if ((kind == Field::of_values && one_size) || (kind == Field::of_latents && !latent)) return;
+    metadata[std::string(kOwn) + name] = text_of(field);
   });
 }
 
 Result<StoredConfig> read_config(const std::map<std::string, std::string>& metadata) {
   StoredConfig stored;
   Status status;
-  bool one_size = true;
+  bool two_sizes = false, latent = false;
   visit_fields(stored, [&](const char* name, const auto&, Field kind) {
-    if (kind == Field::of_values && metadata.contains(std::string(kOwn) + name)) one_size = false;
+    if (!metadata.contains(std::string(kOwn) + name)) return;
+    two_sizes |= kind == Field::of_values;
+    latent |= kind == Field::of_latents;
   });
   visit_fields(stored, [&](const char* name, auto& field, Field kind) {
-    if (!status || (kind == Field::of_values && one_size)) return;
+    if (!status || (kind == Field::of_values && !two_sizes) || (kind == Field::of_latents && !latent)) return;
     const auto found = metadata.find(std::string(kOwn) + name);
     if (found == metadata.end()) {
       status = {Code::bad_file, fmt::format("metadata {}{} is missing", kOwn, name)};
@@ -141,12 +147,19 @@ Result<StoredConfig> read_config(const std::map<std::string, std::string>& metad
     }
   });
   if (!status) return status;
-  if (one_size) {
-    stored.config.v_head_dim = stored.config.head_dim;
+  CacheConfig& c = stored.config;
+  if (!two_sizes) {
+    c.v_head_dim = c.head_dim;
     stored.stored_v_head_dim = stored.stored_head_dim;
-  } else if (stored.config.v_head_dim < 1) {
-    return {Code::bad_file, fmt::format("metadata {}v_head_dim is {}: a value has at least one number", kOwn,
-                                        stored.config.v_head_dim)};
+  } else if (c.v_head_dim < 1) {
+    return {Code::bad_file,
+            fmt::format("metadata {}v_head_dim is {}: a value has at least one number", kOwn, c.v_head_dim)};
+  }
+  if (latent && (c.latent < 1 || c.latent != c.v_head_dim || c.rope != c.head_dim || c.kv_heads != 1)) {
+    return {Code::bad_file,
+            fmt::format("metadata {}latent is {} and rope {}, with head_dim {}, v_head_dim {} and kv_heads {}: rope is "
+                        "head_dim, latent is v_head_dim, and kv_heads is 1",
+                        kOwn, c.latent, c.rope, c.head_dim, c.v_head_dim, c.kv_heads)};
   }
   return stored;
 }

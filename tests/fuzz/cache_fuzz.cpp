@@ -1,6 +1,8 @@
 // Bytes become a cache configuration and a list of operations on it: appends (of raw bytes as floats too), steps that
-// are left half done, forks, truncations, removals, reads. Whatever is asked, the cache answers with a status; what it
-// holds stays consistent, a refusal changes nothing, and when all sequences are gone nothing is held.
+// are left half done, forks, truncations, removals, reads, attention. Whatever is asked, the cache answers with a
+// status; what it holds stays consistent, a refusal changes nothing, and when all sequences are gone nothing is held.
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -9,6 +11,7 @@
 #include <vector>
 
 #include "core/cache/impl.hpp"
+#include "kvant/attention.hpp"
 #include "kvant/cache.hpp"
 
 namespace {
@@ -63,6 +66,11 @@ CacheConfig config_from(Input& in) {
   if (c.window != 0) c.rollback_tokens = in.number();
   if (in.below(2) == 0) c.capacity_tokens = 64 * in.below(32);
   if (in.below(2) == 1) c.k_centre = KeyCentre::page;
+  switch (in.below(4)) {
+    case 0: c.latent = static_cast<int>(in.below(100)), c.rope = 32, c.kv_heads = 1; break;
+    case 1: c.v_head_dim = static_cast<int>(in.below(100)); break;
+    default: break;
+  }
   c.threads = 1;
   return c;
 }
@@ -147,7 +155,7 @@ class Session {
     std::int64_t tokens = in_.number();
     if (tokens < 0 || tokens > 400) tokens = 1;
     const auto dtype = static_cast<Dtype>(in_.below(3));
-    const auto values = static_cast<std::size_t>(tokens * c.kv_heads * c.head_dim);
+    const auto values = static_cast<std::size_t>(tokens * c.kv_heads * std::max(c.head_dim, c.v_dim()));
     std::vector<std::byte> rows(values * dtype_size(dtype) + 1);
     if (in_.below(4) == 0) {
       in_.fill(rows);
@@ -155,10 +163,10 @@ class Session {
       // Below 2 in every dtype.
       for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<std::byte>((i * 37 + counter_++) % 0x40);
     }
-    const TensorView view = TensorView::contiguous(rows.data(), dtype, tokens, c.kv_heads, c.head_dim);
+    const auto view = [&](int dim) { return TensorView::contiguous(rows.data(), dtype, tokens, c.kv_heads, dim); };
     const std::uint64_t version = cache_.impl().version();
     const bool fills = known != lengths_.end() && !cache_.impl().layer_ready(id, layer);
-    const Status status = cache_.append(id, layer, view, view);
+    const Status status = cache_.append(id, layer, view(c.head_dim), view(c.v_dim()));
     if (!status) {
       require(status.code() != Code::internal && !status.message().empty());
       require(cache_.impl().version() == version);
@@ -191,10 +199,32 @@ class Session {
     const std::int64_t begin = in_.number();
     const std::int64_t end = begin > 1000 || begin < 0 ? in_.number() : begin + in_.below(200);
     const std::int64_t tokens = begin >= 0 && end > begin && end - begin < 1000 ? end - begin : 0;
-    std::vector<float> out(static_cast<std::size_t>(tokens * c.kv_heads * c.head_dim) + 1);
-    const auto view = MutableTensorView::of(out.data(), tokens, c.kv_heads, c.head_dim);
+    std::vector<float> keys(static_cast<std::size_t>(tokens * c.kv_heads * c.head_dim) + 1),
+        values(static_cast<std::size_t>(tokens * c.kv_heads * c.v_dim()) + 1);
+    const auto view = [&](std::vector<float>& of, int dim) {
+      return MutableTensorView::of(of.data(), tokens, c.kv_heads, dim);
+    };
     const int layer = static_cast<int>(in_.below(2));
-    if (!cache_.read(id, layer, begin, end, view, view).ok()) return;
+    if (!cache_.read(id, layer, begin, end, view(keys, c.head_dim), view(values, c.v_dim())).ok()) return;
+    for (const auto* all : {&keys, &values}) {
+      for (const float x : *all) require(x - x == 0);
+    }
+    attend(id, layer);
+  }
+
+  // A row of a written sequence is finite, whatever was stored.
+  void attend(SequenceId id, int layer) {
+    const CacheConfig& c = cache_.config();
+    const auto known = lengths_.find(id);
+    if (known == lengths_.end() || known->second == 0 || !cache_.impl().layer_ready(id, layer)) return;
+    const int heads = c.kv_heads * static_cast<int>(1 + in_.below(20));
+    const auto planned = plan(cache_, {id}, {.q_heads = heads, .scale = 0x1p-10, .threads = 1});
+    if (!planned) return;
+    std::vector<float> q(static_cast<std::size_t>(heads * c.q_dim()), 0.125f),
+        out(static_cast<std::size_t>(heads * c.v_dim()), NAN);
+    require(kvant::run(*planned, layer, TensorView::of(q.data(), 1, heads, c.q_dim()),
+                       MutableTensorView::of(out.data(), 1, heads, c.v_dim()))
+                .ok());
     for (const float x : out) require(x - x == 0);
   }
 

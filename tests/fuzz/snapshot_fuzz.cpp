@@ -45,7 +45,7 @@ void repair(std::vector<std::byte>& bytes) {
 /// Reads and continues what was loaded. Values may be anything, also not finite.
 void use(CacheImpl& cache, std::span<const SequenceId> ids) {
   const CacheConfig& c = cache.config();
-  const auto row = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(c.head_dim);
+  const auto row = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(std::max(c.head_dim, c.v_dim()));
   if (ids.empty() || cache.store().slot_bytes(core::Pool::encoded) > (1 << 20)) return;  // no page of that size exists
   const std::vector<float> zeros(row * 3);
   std::vector<float> keys, values;
@@ -60,12 +60,13 @@ void use(CacheImpl& cache, std::span<const SequenceId> ids) {
       // Pages that a window released are refused.
       static_cast<void>(cache.read(id, c.layers - 1, begin, end,
                                    MutableTensorView::of(keys.data(), end - begin, c.kv_heads, c.head_dim),
-                                   MutableTensorView::of(values.data(), end - begin, c.kv_heads, c.head_dim)));
+                                   MutableTensorView::of(values.data(), end - begin, c.kv_heads, c.v_dim())));
     }
     const SequenceId child = cache.fork(id).value();
-    const TensorView rows = TensorView::of(zeros.data(), 3, c.kv_heads, c.head_dim);
+    const TensorView new_keys = TensorView::of(zeros.data(), 3, c.kv_heads, c.head_dim);
+    const TensorView new_values = TensorView::of(zeros.data(), 3, c.kv_heads, c.v_dim());
     for (int layer = 0; layer < std::min(c.layers, 4); ++layer) {
-      if (!cache.append(child, layer, rows, rows)) break;  // lut formats, capacities
+      if (!cache.append(child, layer, new_keys, new_values)) break;  // lut formats, capacities
     }
     static_cast<void>(cache.truncate(child, length));
     static_cast<void>(cache.truncate(child, length / 2));

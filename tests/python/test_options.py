@@ -115,6 +115,6 @@ def test_what_is_missing_and_what_is_near():
         kvant.Cache()
     with pytest.raises(TypeError, match=r"^k_center: no such option of kvant.Cache \(did you mean k_centre\?\); the"):
         kvant.Cache(kv_heads=1, head_dim=64, k_center="none")
-    options = "kv_heads, head_dim, v_head_dim, k, "
+    options = "kv_heads, head_dim, v_head_dim, latent, rope, k, "
     with pytest.raises(TypeError, match=f"^zzz: no such option of kvant.Pages; the options are {options}"):
         kvant.Pages(kv_heads=1, head_dim=64, zzz=1)

@@ -88,17 +88,18 @@ void fill(std::vector<float>& x, int head_dim, Inputs inputs, Rng& rng) {
 Qkv make_qkv(const QkvShape& shape, Inputs inputs, std::uint64_t seed) {
   const auto dim = static_cast<std::size_t>(shape.head_dim);
   const int v_dim = shape.v_head_dim > 0 ? shape.v_head_dim : shape.head_dim;
+  const std::size_t q_dim = dim + (shape.latent ? static_cast<std::size_t>(v_dim) : 0);
   const std::size_t q_rows = static_cast<std::size_t>(shape.q_len) * static_cast<std::size_t>(shape.q_heads);
   const std::size_t kv_rows = static_cast<std::size_t>(shape.kv_len) * static_cast<std::size_t>(shape.kv_heads);
   Rng rng(seed * 1000003 + static_cast<std::uint64_t>(shape.head_dim));
   Qkv x;
-  x.q.resize(q_rows * dim);
+  x.q.resize(q_rows * q_dim);
   x.k.resize(kv_rows * dim);
   x.v.resize(kv_rows * static_cast<std::size_t>(v_dim));
   fill(x.v, v_dim, inputs, rng);
   fill(x.k, shape.head_dim, inputs, rng);
   // Loud queries on top of loud keys would only make one-hot weights; the queries of captured models are calm.
-  fill(x.q, shape.head_dim, Inputs::gauss, rng);
+  fill(x.q, static_cast<int>(q_dim), Inputs::gauss, rng);
 
   if (inputs == Inputs::near_tied) {
     const std::size_t width = static_cast<std::size_t>(shape.kv_heads) * dim;
@@ -110,8 +111,8 @@ Qkv make_qkv(const QkvShape& shape, Inputs inputs, std::uint64_t seed) {
     // A shared direction in all queries, and a first key far along it: its logit stands 8 above the others at the
     // default scale, as first tokens of trained models do.
     const std::size_t channel = dim / 2;
-    for (std::size_t row = 0; row < q_rows; ++row) x.q[row * dim + channel] = 4.0f;
-    const auto height = static_cast<float>(2.0 * std::sqrt(static_cast<double>(shape.head_dim)));
+    for (std::size_t row = 0; row < q_rows; ++row) x.q[(row + 1) * q_dim - dim + channel] = 4.0f;
+    const auto height = static_cast<float>(2.0 * std::sqrt(static_cast<double>(q_dim)));
     for (int head = 0; head < shape.kv_heads; ++head) x.k[static_cast<std::size_t>(head) * dim + channel] = height;
   }
   return x;

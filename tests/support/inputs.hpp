@@ -33,13 +33,14 @@ inline constexpr Inputs kAllInputs[] = {Inputs::gauss,      Inputs::loud,      I
                                         Inputs::log_normal, Inputs::near_tied, Inputs::sink};
 std::string inputs_name(Inputs inputs);
 
-/// One sequence: q [q_len, q_heads, D], k [kv_len, kv_heads, D], v with its own D.
+/// One sequence: q [q_len, q_heads, D], k [kv_len, kv_heads, D], v with its own D. Where v are latents, q has both.
 struct Qkv {
   std::vector<float> q, k, v;
 };
 struct QkvShape {
   std::int64_t q_len = 1, kv_len = 1;
   int q_heads = 1, kv_heads = 1, head_dim = 64, v_head_dim = 0;  ///< v_head_dim 0: head_dim
+  bool latent = false;
 };
 Qkv make_qkv(const QkvShape& shape, Inputs inputs, std::uint64_t seed);
 

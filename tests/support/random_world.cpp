@@ -29,9 +29,11 @@ std::int64_t draw_length(Rng& rng, std::int64_t most) {
 WorldSpec draw_spec(Rng& rng, const RandomChoices& choices) {
   WorldSpec spec;
   spec.head_dim = one_of(rng, choices.head_dims);
-  if (choices.two_head_dims) spec.v_head_dim = one_of(rng, choices.head_dims);
+  spec.latent = choices.latents;
+  if (choices.two_head_dims || choices.latents) spec.v_head_dim = one_of(rng, choices.head_dims);
   const int widest = std::max(spec.head_dim, spec.v_head_dim);
   spec.kv_heads = static_cast<int>(1 + rng.below(4));
+  if (choices.latents) spec.kv_heads = 1;
   spec.group = one_of<int>(rng, {1, 2, 3, 4, 5, 7, 8, 12, 16, 20});
   std::tie(spec.k, spec.v) = one_of(rng, choices.formats);
   spec.sink_pages = one_of<int>(rng, {0, 1, 1, 2});
@@ -110,9 +112,10 @@ std::string describe(const RandomCase& c) {
   const WorldSpec& s = c.spec;
   const AttentionOptions& o = c.options;
   std::string text = fmt::format(
-      "{}/{} head_dim {}/{} kv_heads {} group {} sinks {} tails {} input {} exact {} window {}+{} {} seed {}", s.k, s.v,
-      s.head_dim, s.v_head_dim, s.kv_heads, s.group, s.sink_pages, s.tail_pages, dtype_name(s.input_dtype),
-      s.exact ? dtype_name(*s.exact) : "-", s.window, s.window_sinks, inputs_name(s.inputs), s.seed);
+      "{}/{}{} head_dim {}/{} kv_heads {} group {} sinks {} tails {} input {} exact {} window {}+{} {} seed {}", s.k,
+      s.v, s.latent ? " latent" : "", s.head_dim, s.v_head_dim, s.kv_heads, s.group, s.sink_pages, s.tail_pages,
+      dtype_name(s.input_dtype), s.exact ? dtype_name(*s.exact) : "-", s.window, s.window_sinks, inputs_name(s.inputs),
+      s.seed);
   for (const Lengths& lengths : s.sequences) text += fmt::format(" {}x{}", lengths.kv_len, lengths.q_len);
   text += fmt::format(" chunks [{}] rewinds [{}]{}", fmt::join(s.chunks, " "), fmt::join(s.rewinds, " "),
                       s.forked ? " forked" : "");

@@ -24,6 +24,7 @@ struct RandomCase {
 struct RandomChoices {
   std::vector<int> head_dims;
   bool two_head_dims = false;  ///< values have a size of their own
+  bool latents = false;        ///< all caches are latent
   std::vector<std::pair<std::string, std::string>> formats;
   std::int64_t most_queries = 16;
   bool page_centres = false;  ///< keys are page-centred in half of the cases whose format takes it

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -95,13 +96,14 @@ inline std::vector<float> answers(const Cache& cache, SequenceId id, int q_len, 
   const CacheConfig& c = cache.config();
   const int q_heads = 2 * c.kv_heads;
   if (cache.length(id).value() < q_len) return {};
-  const Plan p = plan(cache, {&id, 1}, {.q_heads = q_heads, .q_len = q_len, .threads = 1}).value();
+  const double scale = 1 / std::sqrt(static_cast<double>(c.q_dim()));
+  const Plan p = plan(cache, {&id, 1}, {.q_heads = q_heads, .q_len = q_len, .scale = scale, .threads = 1}).value();
   std::vector<float> all;
   for (int layer = 0; layer < c.layers; ++layer) {
-    const auto n = static_cast<std::size_t>(q_len) * static_cast<std::size_t>(q_heads * c.head_dim);
+    const auto n = static_cast<std::size_t>(q_len) * static_cast<std::size_t>(q_heads * c.q_dim());
     std::vector<float> q = gaussian_vector(n, seed + static_cast<std::uint64_t>(layer));
-    std::vector<float> out(n / static_cast<std::size_t>(c.head_dim) * static_cast<std::size_t>(c.v_dim()));
-    run(p, layer, TensorView::of(q.data(), q_len, q_heads, c.head_dim),
+    std::vector<float> out(n / static_cast<std::size_t>(c.q_dim()) * static_cast<std::size_t>(c.v_dim()));
+    run(p, layer, TensorView::of(q.data(), q_len, q_heads, c.q_dim()),
         MutableTensorView::of(out.data(), q_len, q_heads, c.v_dim()))
         .value();
     all.insert(all.end(), out.begin(), out.end());

@@ -31,6 +31,11 @@ CacheConfig cache_config(const WorldSpec& spec, CacheConfig c) {
   c.kv_heads = spec.kv_heads;
   c.head_dim = spec.head_dim;
   c.v_head_dim = spec.v_head_dim;
+  if (spec.latent) {
+    c.rope = spec.head_dim;
+    c.latent = spec.v_head_dim > 0 ? spec.v_head_dim : spec.head_dim;
+    c.v_head_dim = 0;
+  }
   c.k = spec.k;
   c.v = spec.v;
   c.sink_pages = spec.sink_pages;
@@ -94,7 +99,7 @@ Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& i
   const Result<Plan> planned = plan(cache, std::span<const SequenceId>(ids), options);
   if (!planned) return planned.status();
   const std::int64_t rows = planned->total_queries();
-  const int dim = cache.config().head_dim, v_dim = cache.config().v_dim();
+  const int dim = cache.config().q_dim(), v_dim = cache.config().v_dim();
   Attended a;
   // NaN, so that an element the kernel forgets to write cannot pass.
   a.lse.assign(q.size() / static_cast<std::size_t>(dim), NAN);
@@ -165,8 +170,9 @@ SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& len
 World::World(const WorldSpec& s) : spec(s), cache(Cache::create(cache_config(s)).value()) {
   for (std::size_t i = 0; i < spec.sequences.size(); ++i) {
     const Lengths& lengths = spec.sequences[i];
-    Qkv x = make_qkv({lengths.q_len, lengths.kv_len, q_heads(), spec.kv_heads, spec.head_dim, spec.v_head_dim},
-                     spec.inputs, spec.seed + 1000 * i);
+    Qkv x =
+        make_qkv({lengths.q_len, lengths.kv_len, q_heads(), spec.kv_heads, spec.head_dim, spec.v_head_dim, spec.latent},
+                 spec.inputs, spec.seed + 1000 * i);
     for (float& value : x.k) value = rounded(value + spec.key_offset, spec.input_dtype);
     for (float& value : x.v) value = rounded(value, spec.input_dtype);
     const auto append = [&](SequenceId id, int layer, const Qkv& rows, std::int64_t begin, std::int64_t end) {
@@ -186,6 +192,7 @@ std::int64_t World::total_queries() const {
 // Products of 16 bits unless a case asks for 8: the choice between them has tests of its own.
 AttentionOptions World::options(AttentionOptions base) const {
   if (base.products == 0) base.products = 16;
+  if (spec.latent && base.scale == 0) base.scale = 1 / std::sqrt(static_cast<double>(q_dim()));
   base.q_heads = q_heads();
   base.q_lens.clear();
   for (const Lengths& lengths : spec.sequences) base.q_lens.push_back(static_cast<int>(lengths.q_len));
@@ -250,7 +257,8 @@ void decode_sequence(const Cache& cache, SequenceId id, int layer, const Lengths
   // Pages that were exact for the first query are exact for all of them.
   const CacheImpl& impl = cache.impl();
   const CacheImpl::SequenceView view = impl.view(id).value();
-  for (std::int64_t t = visible; t < lengths.kv_len && lengths.q_len > 0; ++t) {
+  for (std::int64_t t = 0; t < lengths.kv_len && lengths.q_len > 0; ++t) {
+    if (t >= c.window_sinks && t < visible) continue;
     const std::int64_t page = t / kPageTokens;
     if (impl.reads_exact(view, page) || !impl.reads_exact(view, page, lengths.q_len)) continue;
     const auto round_rows = [&](std::vector<float>& to, const std::vector<float>& from, std::int64_t row) {
@@ -260,6 +268,19 @@ void decode_sequence(const Cache& cache, SequenceId id, int layer, const Lengths
     round_rows(keys, given.k, k_row);
     round_rows(values, given.v, v_row);
   }
+}
+
+// Rows of a and of b, one behind the other.
+static std::vector<double> joined(const std::vector<float>& a, int a_dim, const std::vector<float>& b, int b_dim) {
+  std::vector<double> all;
+  for (std::size_t row = 0; row < a.size() / static_cast<std::size_t>(a_dim); ++row) {
+    const auto add = [&](const std::vector<float>& from, int dim) {
+      const auto at = from.begin() + static_cast<std::ptrdiff_t>(row) * dim;
+      all.insert(all.end(), at, at + dim);
+    };
+    add(a, a_dim), add(b, b_dim);
+  }
+  return all;
 }
 
 Expected World::expect(const AttentionOptions& base, const std::vector<float>& sink_logits, bool decoded) const {
@@ -274,15 +295,16 @@ Expected World::expect(const AttentionOptions& base, const std::vector<float>& s
       std::copy(qkv[i].v.end() - rows * v_dim(), qkv[i].v.end(), v.end() - rows * v_dim());
     }
     const std::vector<double> q64 = widen(qkv[i].q);
-    const std::vector<double> k64 = widen(k);
+    std::vector<double> k64 = widen(k);
+    if (spec.latent) k64 = joined(v, v_dim(), k, spec.head_dim);
     const std::vector<double> v64 = widen(v);
     reference::Problem p;
     p.q_len = spec.sequences[i].q_len;
     p.kv_len = spec.sequences[i].kv_len;
     p.q_heads = q_heads();
     p.kv_heads = spec.kv_heads;
-    p.head_dim = spec.head_dim;
-    p.v_head_dim = spec.v_head_dim;
+    p.head_dim = q_dim();
+    p.v_head_dim = v_dim();
     p.q = q64;
     p.k = k64;
     p.v = v64;

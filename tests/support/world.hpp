@@ -28,6 +28,8 @@ struct Lengths {
 struct WorldSpec {
   int head_dim = 64;
   int v_head_dim = 0;  ///< 0: head_dim
+  /// Values are latents, keys rotary keys (CacheConfig::latent). The reference's keys are both, one behind the other.
+  bool latent = false;
   int kv_heads = 2;
   int group = 2;
   std::string k = "tq4";
@@ -88,6 +90,7 @@ class World {
   std::vector<Qkv> qkv;  ///< one a sequence
 
   [[nodiscard]] int v_dim() const { return spec.v_head_dim > 0 ? spec.v_head_dim : spec.head_dim; }
+  [[nodiscard]] int q_dim() const { return spec.head_dim + (spec.latent ? v_dim() : 0); }
   [[nodiscard]] int q_heads() const { return spec.kv_heads * spec.group; }
   [[nodiscard]] std::int64_t total_queries() const;
   /// The caller's options with q_heads and q_lens filled in.

@@ -209,12 +209,13 @@ void resolve_ends(CacheConfig& c, bool dense) {
 }  // namespace
 
 Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, const core::DeviceBackend* backend) try {
-  if (Status s = check_counts(given); !s) return s;
-  const auto k = parse_format(given.k);
-  if (!k) return {k.code(), "k: " + k.message()};
-  const auto v = parse_format(given.v);
-  if (!v) return {v.code(), "v: " + v.message()};
   CacheConfig config = given;
+  if (Status s = core::resolve_latent(config); !s) return s;
+  if (Status s = check_counts(config); !s) return s;
+  const auto k = parse_format(config.k);
+  if (!k) return {k.code(), "k: " + k.message()};
+  const auto v = parse_format(config.v);
+  if (!v) return {v.code(), "v: " + v.message()};
   if (config.v_head_dim == config.head_dim) config.v_head_dim = 0;
   const auto k_basis = resolve_basis("k_basis", config.k_basis, *k);
   if (!k_basis) return k_basis.status();

@@ -44,8 +44,35 @@ const char* basis_name(BasisKind kind) {
 }
 
 RowWidth row_width(const CacheConfig& config, bool of_values) {
+  if (config.latent > 0) return of_values ? RowWidth{config.latent, "latent"} : RowWidth{config.rope, "rope"};
   if (!of_values || config.v_dim() == config.head_dim) return {config.head_dim, "head_dim"};
   return {config.v_dim(), "v_head_dim"};
+}
+
+RowWidth query_width(const CacheConfig& config) {
+  return config.latent > 0 ? RowWidth{config.q_dim(), "latent + rope"} : row_width(config, false);
+}
+
+Status resolve_latent(CacheConfig& c) {
+  if (c.k.empty()) c.k = c.latent > 0 ? "tq8" : "tq6";
+  if (Status s = check_range("latent", c.latent, 0, kLargestHeadDim, " (0: keys and values of heads)"); !s) return s;
+  if (c.latent == 0) {
+    if (c.rope == 0) return {};
+    return {Code::invalid_argument,
+            fmt::format("rope = {} with latent = 0: only a latent cache has rotary keys beside latents; set latent, or "
+                        "leave rope out and set head_dim",
+                        c.rope)};
+  }
+  if (Status s = check_range("rope", c.rope, 1, kLargestHeadDim, " with latent"); !s) return s;
+  const auto follow = [&](const char* name, int& given, int wanted, const char* why) -> Status {
+    if (given == 0) given = wanted;
+    if (given == wanted) return {};
+    return {Code::invalid_argument, fmt::format("{} = {} with latent = {} and rope = {}: {}; leave {} out", name, given,
+                                                c.latent, c.rope, why, name)};
+  };
+  if (Status s = follow("kv_heads", c.kv_heads, 1, "all query heads share one latent"); !s) return s;
+  if (Status s = follow("head_dim", c.head_dim, c.rope, "it is rope"); !s) return s;
+  return follow("v_head_dim", c.v_head_dim, c.latent, "it is latent");
 }
 
 Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint) {
@@ -85,6 +112,9 @@ std::string CacheSpec::head_dim_words() const {
                        100.0 * (stored - head_dim) / stored);
   };
   const codec::HeadDims stored = stored_dims();
+  if (is_latent()) {
+    return fmt::format("latent {}, rope {}", words(config.latent, stored.v, ""), words(config.rope, stored.k, ""));
+  }
   if (config.head_dim == config.v_dim()) return "head_dim " + words(config.head_dim, stored.k, "");
   return fmt::format("head_dim {}, v_head_dim {}", words(config.head_dim, stored.k, " (keys)"),
                      words(config.v_dim(), stored.v, " (values)"));

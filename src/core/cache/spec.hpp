@@ -12,12 +12,17 @@ namespace kvant::core {
 const char* basis_name(BasisKind kind);
 /// page or none: `automatic` is page for formats that take a centre. Refused where they do not.
 Result<KeyCentre> resolve_centre(KeyCentre centre, Format k);
-/// The values of a row of keys or queries, or of values or outputs, and what messages call them.
+/// The values of a row of keys, or of values or outputs, and what messages call them.
 struct RowWidth {
   int values;
   const char* name;
 };
 RowWidth row_width(const CacheConfig& config, bool of_values);
+/// Those of a row of queries.
+RowWidth query_width(const CacheConfig& config);
+/// Checks latent and rope, and sets what follows from them: kv_heads, head_dim, v_head_dim, and the key format where
+/// the config names none.
+Status resolve_latent(CacheConfig& config);
 /// Refuses a number of a config that is out of its range.
 Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint = "");
 
@@ -43,6 +48,8 @@ class CacheSpec {
   [[nodiscard]] std::int64_t token_values() const noexcept {
     return std::int64_t{config.kv_heads} * (config.head_dim + config.v_dim());
   }
+  /// Values are a part of the keys (codec/layout.hpp).
+  [[nodiscard]] bool is_latent() const noexcept { return config.latent > 0; }
   /// Encoded key pages have centres (codec/centre.hpp).
   [[nodiscard]] bool is_centred() const noexcept { return config.k_centre == KeyCentre::page; }
   /// Blocks of a slot.

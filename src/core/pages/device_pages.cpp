@@ -128,9 +128,9 @@ Result<std::shared_ptr<const PagesImpl>> make_device_pages(const PagesConfig& co
                                                            const DeviceBackend* backend) {
   const bool has_blocks = backend != nullptr && backend->make_blocks != nullptr;
   const std::string request = fmt::format("device = \"{}\"", config.device);
-  if (Status s = check_backend(has_blocks ? backend : nullptr, request, "device = \"cpu\""); !s) return s;
-  const Result<codec::HeadDims> stored = stored_dims_on(backend, cache);
+  const Result<codec::HeadDims> stored = stored_dims_on(has_blocks ? backend : nullptr, cache);
   if (!stored) return stored.status();
+  if (Status s = check_backend(has_blocks ? backend : nullptr, request, "device = \"cpu\""); !s) return s;
   auto made = std::make_shared<DevicePagesImpl>(config, cache, k, v, *stored, *backend);
   if (Status s = made->make(device); !s) return s;
   return std::shared_ptr<const PagesImpl>(std::move(made));

@@ -108,7 +108,7 @@ class HostPagesPlan final : public PagesPlanImpl {
   [[nodiscard]] const char* isa() const noexcept override { return lists_.kernels->name; }
   [[nodiscard]] const char* kernel() const noexcept override { return ""; }
   [[nodiscard]] int products() const noexcept override {
-    return options().max_query_len * lists_.group > core::kVectorRows ? lists_.products.bits : 16;
+    return lists_.takes_tiles(std::int64_t{options().max_query_len} * lists_.group) ? lists_.products.bits : 16;
   }
   [[nodiscard]] int threads() const noexcept override { return lists_.workers; }
   [[nodiscard]] bool is_on_host() const noexcept override { return true; }

@@ -57,7 +57,7 @@ Result<std::unique_ptr<PagesPlanImpl>> HostPagesPlan::create(std::shared_ptr<con
   auto plan = std::make_unique<HostPagesPlan>(std::move(pages), std::move(options));
   HostWork& lists = plan->lists_;
   if (Status s = lists.choose_kernels(); !s) return s;
-  if (Status s = lists.permit_kernels(std::int64_t{plan->options().max_query_len} * lists.group > kVectorRows); !s)
+  if (Status s = lists.permit_kernels(lists.takes_tiles(std::int64_t{plan->options().max_query_len} * lists.group)); !s)
     return s;
   return std::unique_ptr<PagesPlanImpl>(std::move(plan));
 }

@@ -157,7 +157,19 @@ Status complete_options(const CacheConfig& config, PagesPlanOptions& o) {
 
 // --- creation --------------------------------------------------------------------------------------------------------
 
-Result<std::shared_ptr<const PagesImpl>> PagesImpl::create(const PagesConfig& c, const core::DeviceBackend* backend) {
+Result<std::shared_ptr<const PagesImpl>> PagesImpl::create(const PagesConfig& given,
+                                                           const core::DeviceBackend* backend) {
+  PagesConfig c = given;
+  CacheConfig cache;
+  cache.kv_heads = c.kv_heads;
+  cache.head_dim = c.head_dim;
+  cache.v_head_dim = c.v_head_dim;
+  cache.latent = c.latent;
+  cache.rope = c.rope;
+  cache.k = c.k;
+  cache.device = c.device;
+  if (Status s = core::resolve_latent(cache); !s) return s;
+  c.kv_heads = cache.kv_heads, c.head_dim = cache.head_dim, c.v_head_dim = cache.v_head_dim, c.k = cache.k;
   if (Status s = core::check_range("kv_heads", c.kv_heads, 1, 65536, "; it has no default"); !s) return s;
   if (Status s = core::check_range("head_dim", c.head_dim, 1, kLargestHeadDim); !s) return s;
   if (Status s = core::check_range("v_head_dim", c.v_head_dim, 0, kLargestHeadDim, " (0: head_dim)"); !s) return s;
@@ -169,11 +181,7 @@ Result<std::shared_ptr<const PagesImpl>> PagesImpl::create(const PagesConfig& c,
   if (!v) return v.status();
   const auto device = core::parse_device(c.device);
   if (!device) return device.status();
-  CacheConfig cache;
-  cache.kv_heads = c.kv_heads;
-  cache.head_dim = c.head_dim;
-  cache.v_head_dim = c.v_head_dim == c.head_dim ? 0 : c.v_head_dim;
-  cache.k = c.k;
+  if (cache.v_head_dim == cache.head_dim) cache.v_head_dim = 0;
   cache.v = c.v;
   cache.sink_pages = cache.tail_pages = 0;
   cache.k_basis = own_basis(*k);
@@ -182,7 +190,6 @@ Result<std::shared_ptr<const PagesImpl>> PagesImpl::create(const PagesConfig& c,
   if (!k_centre) return k_centre.status();
   cache.k_centre = *k_centre;
   cache.threads = c.threads;
-  cache.device = c.device;
   cache.isa = c.isa;
   if (device->has_value()) return core::make_device_pages(c, cache, *k, *v, **device, backend);
   return core::HostPages::create(c, cache, *k, *v);
@@ -383,8 +390,7 @@ Status PagesPlan::run(const BlockPool& pool, const TensorView& q, const MutableT
         "keys and values are given, but the plan reads all tokens from blocks: make it with attention.fresh_keys, or "
         "leave them out");
   }
-  if (Status s = check_page_rows("q", q, 0, o.attention.q_heads, core::row_width(config, false), "q_heads"); !s)
-    return s;
+  if (Status s = check_page_rows("q", q, 0, o.attention.q_heads, core::query_width(config), "q_heads"); !s) return s;
   if (q.shape[0] > o.max_tokens) {
     return core::refuse_argument(
         fmt::format("q has {} rows: the plan was made for up to max_tokens = {}", q.shape[0], o.max_tokens));

@@ -51,32 +51,37 @@ PartialLayout partial_layout(int rows, int v_head_dim) {
   return p;
 }
 
-ScratchLayout scratch_layout(int rows, codec::HeadDims dims, int padded_dim, bool centred, bool byte_products,
-                             RowPath path) {
+ScratchLayout scratch_layout(int rows, const ItemShape& shape, RowPath path) {
   const std::size_t r = (static_cast<std::size_t>(rows) + 15) / 16 * 16;
-  const auto d = static_cast<std::size_t>(dims.k), dp = static_cast<std::size_t>(padded_dim);
-  const auto dv = static_cast<std::size_t>(dims.v), widest = std::max(dp, dv);
+  const auto d = static_cast<std::size_t>(shape.dims.k), dp = static_cast<std::size_t>(shape.padded_dim);
+  const auto dv = static_cast<std::size_t>(shape.dims.v);
+  const std::size_t latent = shape.latent ? (dv + 31) / 32 * 32 : 0;  // whole steps of the matrix path
+  const std::size_t widest = std::max(dp, std::max(dv, latent));
   Offsets at;
   ScratchLayout s{};
-  s.state = at.take(partial_layout(rows, dims.v).bytes);
+  s.state = at.take(partial_layout(rows, shape.dims.v).bytes);
   const std::size_t tokens = static_cast<std::size_t>(kPageTokens) * (path == RowPath::matrix ? kMatrixPages : 1);
   s.scores = at.take(4 * r * tokens);
   s.rescale = at.take(4 * r);
-  s.tile = at.take(4 * kPageTokens * (widest + kTilePadding));  // imported tables decode into it on the vector path too
-  if (path != RowPath::vector) {
-    const std::size_t bytes = path == RowPath::matrix ? kMatrixKeyBytes : 4;
-    s.panel_raw = at.take(bytes * r * (path == RowPath::matrix ? dp : d));
-    s.panel_basis = at.take(bytes * r * dp);
+  // Imported tables decode into it on the vector path too.
+  s.tile = at.take(4 * kPageTokens * (widest + (path == RowPath::tiles && shape.latent ? dp : 0) + kTilePadding));
+  if (path == RowPath::tiles) {
+    s.panel_raw = at.take(4 * r * (latent + d));
+    s.panel_basis = at.take(4 * r * (latent + dp));
+    s.transpose = at.take(4 * kPageTokens * kTransposedRows);
   }
-  if (path == RowPath::tiles) s.transpose = at.take(4 * kPageTokens * kTransposedRows);
   if (path == RowPath::matrix) {
-    s.panel_centre = at.take(centred ? 4 * r * dp : 0);
+    s.panel_raw = at.take(kMatrixKeyBytes * r * dp);
+    s.panel_basis = at.take(kMatrixKeyBytes * r * dp);
+    s.latent_raw = at.take(kMatrixKeyBytes * r * latent);
+    s.latent_basis = at.take(kMatrixKeyBytes * r * latent);
+    s.panel_centre = at.take(shape.centred ? 4 * r * dp : 0);
     s.page = at.take(kMatrixKeyBytes * tokens * widest);
     s.weights = at.take(4 * r * tokens);
     for (std::size_t& output : s.output) output = at.take(4 * r * dv);
   }
   s.centers = at.take(4 * r);
-  if (path != RowPath::vector && byte_products) {
+  if (path != RowPath::vector && shape.byte_products) {
     s.digits = at.take(2 * r * dp);
     s.half_steps = at.take(4 * r * codec::kMaxScaleGroups);
     s.corrections = at.take(4 * r * codec::kMaxScaleGroups);
@@ -87,12 +92,13 @@ ScratchLayout scratch_layout(int rows, codec::HeadDims dims, int padded_dim, boo
   return s;
 }
 
-ItemLayout item_layout(int rows, codec::HeadDims dims, int padded_dim, bool centred, bool byte_products, RowPath path) {
-  return {.rows = rows,
-          .path = path,
-          .prepared = path == RowPath::vector ? prepared_layout(rows, padded_dim, centred) : PreparedLayout{},
-          .partial = partial_layout(rows, dims.v),
-          .scratch = scratch_layout(rows, dims, padded_dim, centred, byte_products, path)};
+ItemLayout item_layout(int rows, const ItemShape& shape, RowPath path) {
+  return {
+      .rows = rows,
+      .path = path,
+      .prepared = path == RowPath::vector ? prepared_layout(rows, shape.padded_dim, shape.centred) : PreparedLayout{},
+      .partial = partial_layout(rows, shape.dims.v),
+      .scratch = scratch_layout(rows, shape, path)};
 }
 
 }  // namespace kvant::core

@@ -110,6 +110,9 @@ struct RunContext {
   codec::HeadDims width;     // a row of q has as many values as a key, one of out as a value
   codec::HeadDims head_dim;  // stored vectors', width at least: queries are padded with zeros, outputs cut
   int padded_dim;            // that of keys rounded up to 64, zero filled
+  // Values are latents, which are a part of the keys as well: the first width.v values of a row of q are multiplied
+  // with them, and the width.k behind these with the key side, rotary keys.
+  bool latent;
   int group, kv_heads;
   bool centred;  // encoded key pages have centres
   // Many rows: encoded pages are multiplied as 8-bit integers, queries as one or two digits (core/plan/products.hpp).
@@ -169,16 +172,20 @@ inline constexpr int kTransposedRows = 32;  // two of the widest registers
 
 // The worker's scratch of one attend item.
 struct ScratchLayout {
-  std::size_t state;        // a partial of kRowBlock rows
-  std::size_t scores;       // f32 [rows][64]; matrix path: of kMatrixPages pages
-  std::size_t rescale;      // f32 [rows]
-  std::size_t panel_raw;    // f32 query panels [rows / 16][head_dim][16] (tile path), as given; matrix path: as operand
-  std::size_t panel_basis;  // the same in the encoded basis, in unpacking order
+  std::size_t state;    // a partial of kRowBlock rows
+  std::size_t scores;   // f32 [rows][64]; matrix path: of kMatrixPages pages
+  std::size_t rescale;  // f32 [rows]
+  // f32 query panels [rows / 16][head_dim][16] (tile path; with latents their head_dim + head_dim), as given; matrix
+  // path: as operand.
+  std::size_t panel_raw;
+  std::size_t panel_basis;   // the same in the encoded basis, in unpacking order
   std::size_t panel_centre;  // matrix path of centred caches: f32 panels in the basis, in the order of unpacked centres
-  std::size_t tile;          // f32 [64][widest + kTilePadding]: decoded keys or values
-  std::size_t transpose;     // tile path: f32 [64][kTransposedRows]
-  std::size_t page;          // matrix path: keys or values of kMatrixPages pages as operand
-  std::size_t weights;       // matrix path: the weights of as many, 4 bytes an element
+  // Matrix path: the queries' parts that latents are multiplied with, as given and in the basis, as operands.
+  std::size_t latent_raw, latent_basis;
+  std::size_t tile;              // f32 [64][widest + kTilePadding]: decoded keys or values, or latents and keys
+  std::size_t transpose;         // tile path: f32 [64][kTransposedRows]
+  std::size_t page;              // matrix path: keys or values of kMatrixPages pages as operand
+  std::size_t weights;           // matrix path: the weights of as many, 4 bytes an element
   std::size_t output[kDomains];  // matrix path: output sums, tile after tile
   std::size_t centers;           // f32 [rows]
   // Products of 8 bits: queries as integers, i16 [rows][padded_dim] at most; half the value of one and what corrects
@@ -187,8 +194,13 @@ struct ScratchLayout {
   std::size_t digits, half_steps, corrections, weight_words, weight_rows;
   std::size_t bytes;
 };
-ScratchLayout scratch_layout(int rows, codec::HeadDims dims, int padded_dim, bool centred, bool byte_products,
-                             RowPath path);
+// All items of a plan have this in common.
+struct ItemShape {
+  codec::HeadDims dims;
+  int padded_dim;
+  bool centred, byte_products, latent;
+};
+ScratchLayout scratch_layout(int rows, const ItemShape& shape, RowPath path);
 
 // The layouts of all items of a plan with so many rows on one path: made once, by the plan.
 struct ItemLayout {
@@ -198,7 +210,7 @@ struct ItemLayout {
   PartialLayout partial;
   ScratchLayout scratch;
 };
-ItemLayout item_layout(int rows, codec::HeadDims dims, int padded_dim, bool centred, bool byte_products, RowPath path);
+ItemLayout item_layout(int rows, const ItemShape& shape, RowPath path);
 
 struct AttendItem {
   const RunContext* run;

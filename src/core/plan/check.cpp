@@ -83,6 +83,12 @@ Status check_options(const CacheConfig& config, std::size_t sequences, Attention
     }
   }
   if (Status s = check_numbers(o); !s.ok()) return s;
+  if (o.scale == 0 && config.latent > 0) {
+    return invalid(
+        "scale is 0: queries of a latent cache are those of heads times a matrix, so their size does not tell it; give "
+        "the model's scale, which is 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim) unless its rotary embedding has a "
+        "factor");
+  }
   if (o.scale == 0) o.scale = 1.0 / std::sqrt(static_cast<double>(config.head_dim));
   // A cache with a window drops what lies behind it: what is left of that depends on chance, so nobody attends to it
   // unasked.

@@ -28,8 +28,9 @@ Result<std::unique_ptr<HostPlan>> HostPlan::create(const PlanImpl& plan, const H
   std::unique_ptr<HostPlan> work(new HostPlan(plan, store));
   if (Status s = work->lists_.choose_kernels(); !s.ok()) return s;
   work->add_sequences();
-  const bool many_rows = std::any_of(plan.sequences.begin(), plan.sequences.end(),
-                                     [&](const PlannedSequence& s) { return s.q_len * plan.group > kVectorRows; });
+  const bool many_rows = std::any_of(plan.sequences.begin(), plan.sequences.end(), [&](const PlannedSequence& s) {
+    return s.q_len > 0 && work->lists_.takes_tiles(s.q_len * plan.group);
+  });
   if (Status s = work->lists_.permit_kernels(many_rows); !s.ok()) return s;
   classify_mask(plan, work->mask_);
   work->lists_.build();

@@ -36,6 +36,15 @@ Status HostWork::choose_kernels() {
   const Result<const Kernels*> chosen = kvant::choose_kernels(options);
   if (!chosen.ok()) return chosen.status();
   kernels = *chosen;
+  if (spec.is_latent()) {
+    if (options.products == 8) {
+      return {Code::unsupported,
+              "products is 8, but the cache stores latents, which are keys and values in one: these are not multiplied "
+              "in 8 bits; leave it 0"};
+    }
+    products.why = "chosen, since latents are not multiplied in 8";
+    return {};
+  }
   const bool is_even = spec.is_centred() && spec.config.k_basis == BasisKind::hadamard;
   const Result<Products> how = choose_products(options.products, spec.k, spec.v, is_even, kernels->multiplies_bytes);
   if (!how.ok()) return how.status();
@@ -130,7 +139,7 @@ void HostWork::add_work(int sequence) {
   SequenceUse& s = sequences[static_cast<std::size_t>(sequence)];
   if (s.q_len == 0) return;
   const std::int64_t rows = s.q_len * group;
-  const bool tiles = rows > kVectorRows;
+  const bool tiles = takes_tiles(rows);
   (tiles ? any_tiles : any_vector) = true;
   if (!tiles) {
     s.prepared = workspace_;
@@ -152,8 +161,8 @@ const ItemLayout* HostWork::layout_of(int rows, RowPath path) {
   for (const ItemLayout& l : layouts) {
     if (l.rows == rows && l.path == path) return &l;
   }
-  return &layouts.emplace_back(
-      item_layout(rows, spec.stored_dims(), padded_dim, spec.is_centred(), products.bits == 8, path));
+  return &layouts.emplace_back(item_layout(
+      rows, {spec.stored_dims(), padded_dim, spec.is_centred(), products.bits == 8, spec.is_latent()}, path));
 }
 
 void HostWork::add_rows(int sequence, int head, int row, int rows, RowPath path, bool single_block) {
@@ -210,7 +219,9 @@ std::string HostWork::explain_backend() const {
     fmt::format_to(out, "  values   {}: {}\n", format_info(spec.v).name, kernels->product_name(spec.v));
   }
   if (any_tiles) {
-    fmt::format_to(out, "path       tiles (more than {} {}): {} rows at once, {}{}\n", kVectorRows, rows_rule,
+    fmt::format_to(out, "path       tiles ({}): {} rows at once, {}{}\n",
+                   spec.is_latent() ? "latents: each is unpacked once, for scores and for sums"
+                                    : fmt::format("more than {} {}", kVectorRows, rows_rule),
                    row_block(spec.stored_dims(), path_of_many_rows(*kernels)),
                    products.bits == 8 ? "exact and fresh " : "", kernels->tile_products);
     s += products_line(products);

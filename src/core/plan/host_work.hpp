@@ -61,8 +61,12 @@ class HostWork {
   // Once, before all else.
   Status choose_kernels();
 
+  // Whether so many rows of a sequence go through tiles: those of latents always, as integer kernels read keys and
+  // values that are stored apart.
+  [[nodiscard]] bool takes_tiles(std::int64_t rows) const { return spec.is_latent() || rows > kVectorRows; }
+
   // Asks for what the kernels need where they will use it. Refused ones are replaced by the next best, unless the
-  // caller named them. `many_rows`: some sequence has more rows than kVectorRows.
+  // caller named them. `many_rows`: some sequence's rows go through tiles.
   Status permit_kernels(bool many_rows);
 
   // A batch: clear, add for each sequence, build. Allocates, and keeps what it allocated for the next batch.

@@ -183,6 +183,7 @@ Status HostWork::run(const RunPages& where, const MaskData& mask, const TensorVi
   c.width = spec.head_dims();
   c.head_dim = spec.stored_dims();
   c.padded_dim = padded_dim;
+  c.latent = spec.is_latent();
   c.group = group;
   c.kv_heads = config.kv_heads;
   c.centred = spec.is_centred();

@@ -11,8 +11,7 @@ namespace {
 
 template <class View>
 Status check_tensor(const char* name, const View& t, const PlanImpl& plan, const char* heads_name, int heads,
-                    bool is_value) {
-  const core::RowWidth width = core::row_width(plan.cache->config(), is_value);
+                    core::RowWidth width) {
   const std::vector<int>& q_lens = plan.options.q_lens;
   const bool apart = t.batch_stride != 0;
   const std::array<std::int64_t, 3> wanted = {
@@ -44,9 +43,12 @@ Status check_fresh(const PlanImpl& plan, const core::FreshRows& fresh) {
             "keys and values are given, but the plan reads all tokens from the cache: make it with fresh_keys "
             "(AttentionOptions), or leave them out"};
   }
-  const int heads = plan.cache->config().kv_heads;
-  if (Status s = check_tensor("keys", fresh.keys, plan, "kv_heads", heads, false); !s.ok()) return s;
-  if (Status s = check_tensor("values", fresh.values, plan, "kv_heads", heads, true); !s.ok()) return s;
+  const CacheConfig& config = plan.cache->config();
+  for (const bool is_value : {false, true}) {
+    const Status s = check_tensor(is_value ? "values" : "keys", is_value ? fresh.values : fresh.keys, plan, "kv_heads",
+                                  config.kv_heads, core::row_width(config, is_value));
+    if (!s.ok()) return s;
+  }
   return plan.work->check_fresh(fresh);
 }
 
@@ -76,8 +78,9 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
     if (Status s = check_written(plan, layer, i); !s.ok()) return s;
   }
   const int heads = plan.options.q_heads;
-  if (Status s = check_tensor("q", q, plan, "q_heads", heads, false); !s.ok()) return s;
-  if (Status s = check_tensor("out", out, plan, "q_heads", heads, true); !s.ok()) return s;
+  const core::RowWidth q_width = core::query_width(cache.config()), out_width = core::row_width(cache.config(), true);
+  if (Status s = check_tensor("q", q, plan, "q_heads", heads, q_width); !s.ok()) return s;
+  if (Status s = check_tensor("out", out, plan, "q_heads", heads, out_width); !s.ok()) return s;
   if (Status s = check_fresh(plan, fresh); !s.ok()) return s;
   if (Status s = core::check_apart("out", out, static_cast<std::int64_t>(plan.ids.size())); !s.ok()) return s;
   if (Status s = plan.work->check_options(options); !s.ok()) return s;

@@ -65,6 +65,13 @@ int stored_head_dim_on(const DeviceBackend* backend, int head_dim) {
 }
 
 Result<codec::HeadDims> stored_dims_on(const DeviceBackend* backend, const CacheConfig& config) {
+  if (config.latent > 0) {
+    return {
+        Code::unsupported,
+        fmt::format("latent = {} on device \"{}\": kernels there read keys and values of heads, and no latents; use "
+                    "device = \"cpu\"",
+                    config.latent, config.device)};
+  }
   const codec::HeadDims dims{config.head_dim, config.v_dim()};
   if (dims.k == dims.v || backend == nullptr) {  // without a backend nothing is supported
     const int stored = stored_head_dim_on(backend, dims.k);

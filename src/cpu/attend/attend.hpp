@@ -33,7 +33,7 @@ void prepare(const core::PrepareItem& item) {
     float* raw = at<float>(base, p.raw) + r * dp;
     float* rotated = at<float>(base, p.basis) + r * dp;
     at<std::int32_t>(base, p.poisoned)[r] =
-        read_query(run, row_index(run, item.sequence, item.kv_head, r), raw) ? 1 : 0;
+        read_query(run, part_of_keys(run), row_index(run, item.sequence, item.kv_head, r), raw) ? 1 : 0;
     at<float>(base, p.centers)[r] = codec::query_to_basis(basis, d, raw, rotated);
     for (int i = d; i < dp; ++i) raw[i] = rotated[i] = 0.0f;
     float* centred = at<float>(base, p.centred) + r * dp;
@@ -160,43 +160,62 @@ void vector_values(const core::RunContext& run, const PageView& page, int rows, 
   });
 }
 
+// Columns of latents in a tile, which come before those of keys.
+KVANT_INLINE int latent_columns(const core::RunContext& run) {
+  return run.latent ? run.head_dim.v : 0;
+}
+KVANT_INLINE int tile_columns(const core::RunContext& run, const PageView& page) {
+  return latent_columns(run) + tile_depth(page.layout->k.format, run.head_dim.k, run.padded_dim);
+}
+
 // Query panels of the tile path: lanes are rows, so position e of row r is at panel[r / 16][e][r % 16].
 template <class S>
 void pack_queries(const core::AttendItem& item, const core::ScratchLayout& l, const State& state) {
   const core::RunContext& run = *item.run;
-  const int d = run.head_dim.k, dp = run.padded_dim;
+  const int d = run.head_dim.k, dp = run.padded_dim, latent = latent_columns(run);
   const Format f = run.layout[core::kEncoded].k.format;
   const int depth = tile_depth(f, d, dp);
-  const codec::BasisRef& basis = basis_of(run.k_basis, item.kv_head);
   const int padded_rows = (item.rows + kPanelRows - 1) / kPanelRows * kPanelRows;
   for (int r = 0; r < padded_rows; ++r) {
+    const auto panel_of = [&](std::size_t panels, int columns) {
+      return at<float>(item.scratch, panels) +
+             static_cast<std::size_t>(r / kPanelRows) * static_cast<std::size_t>(columns * kPanelRows) + r % kPanelRows;
+    };
     float raw[codec::kMaxHeadDim], rotated[codec::kMaxHeadDim];
-    read_row(item, l, state, basis, r, raw, rotated);
+    read_keys_row(item, l, state, r, raw, rotated);
     if (run.byte_products && r < item.rows) LevelItem<S>(item).pack_query(r, rotated);
-    float* panel = at<float>(item.scratch, l.panel_raw) +
-                   static_cast<std::size_t>(r / kPanelRows) * static_cast<std::size_t>(d * kPanelRows) + r % kPanelRows;
-    for (int e = 0; e < d; ++e) panel[e * kPanelRows] = raw[e];
+    float* const raw_panel = panel_of(l.panel_raw, latent + d);
+    for (int e = 0; e < d; ++e) raw_panel[(latent + e) * kPanelRows] = raw[e];
     if (run.byte_products && !run.centred) continue;  // nothing is multiplied with floats in the basis
-    panel = at<float>(item.scratch, l.panel_basis) +
-            static_cast<std::size_t>(r / kPanelRows) * static_cast<std::size_t>(depth * kPanelRows) + r % kPanelRows;
+    float* const panel = panel_of(l.panel_basis, latent + depth);
     for (int e = 0; e < depth; ++e) {
       const int element = tile_key_element(f, e);
-      panel[e * kPanelRows] = element < d ? rotated[element] : 0.0f;
+      panel[(latent + e) * kPanelRows] = element < d ? rotated[element] : 0.0f;
     }
+    if (!run.latent) continue;
+    read_latents_row(item, l, state, r, raw, rotated);
+    for (int e = 0; e < latent; ++e) raw_panel[e * kPanelRows] = raw[e], panel[e * kPanelRows] = rotated[e];
   }
 }
 
+// The tile of latents and keys stays for the product with weights.
 template <class S>
 void tile_scores(const core::AttendItem& item, const core::ScratchLayout& l, const PageView& page, float* scores) {
   const core::RunContext& run = *item.run;
-  const codec::SideLayout& side = page.layout->k;
+  const codec::SideLayout &keys = page.layout->k, &values = page.layout->v;
   float* tile = at<float>(item.scratch, l.tile);
   const int t_first = page.t_begin & ~7, t_last = (page.t_end + 7) & ~7;
-  const int depth = tile_depth(side.format, run.head_dim.k, run.padded_dim);
-  with_format(side.format, [&]<Format F>() {
-    decode_keys<S, F>(side, run.head_dim.k, run.padded_dim, page.block, t_first, t_last, page.k_levels, tile, depth);
+  const int columns = tile_columns(run, page);
+  if (run.latent) {
+    with_format(values.format, [&]<Format F>() {
+      decode_values<S, F>(values, run.head_dim.v, page.block, t_first, t_last, page.v_levels, tile, columns);
+    });
+  }
+  with_format(keys.format, [&]<Format F>() {
+    decode_keys<S, F>(keys, run.head_dim.k, run.padded_dim, page.block, t_first, t_last, page.k_levels,
+                      tile + latent_columns(run), columns);
   });
-  scores_tile<S>(tile, depth, at<float>(item.scratch, page.domain == core::kExact ? l.panel_raw : l.panel_basis),
+  scores_tile<S>(tile, columns, at<float>(item.scratch, page.domain == core::kExact ? l.panel_raw : l.panel_basis),
                  item.rows, t_first, t_last, at<float>(item.scratch, l.transpose), scores);
 }
 
@@ -205,10 +224,11 @@ KVANT_INLINE void tile_centers(const ItemRows& rows, const core::ScratchLayout& 
   if (!begin_centers(rows, seen)) return;
   const PageView& page = seen->page;
   const Format f = page.layout->k.format;
+  const int begin = latent_columns(rows.run), depth = tile_columns(rows.run, page) - begin;
   float c[codec::kMaxHeadDim];
   decode_centre_for<S>(f, *page.layout, rows.run.padded_dim, page.block, c);
-  add_centre_of_panels<S>(c, at<float>(rows.item.scratch, l.panel_basis), rows.item.rows,
-                          tile_depth(f, rows.run.head_dim.k, rows.run.padded_dim), seen->page_center);
+  add_centre_of_panels<S>(c, at<float>(rows.item.scratch, l.panel_basis), rows.item.rows, begin, depth, begin + depth,
+                          seen->page_center);
 }
 
 template <class S>
@@ -216,11 +236,13 @@ void tile_values(const core::AttendItem& item, const core::ScratchLayout& l, con
                  const float* rescale, float* o) {
   const core::RunContext& run = *item.run;
   float* tile = at<float>(item.scratch, l.tile);
-  const int stride = run.head_dim.v + core::kTilePadding;
-  with_format(page.layout->v.format, [&]<Format F>() {
-    decode_values<S, F>(page.layout->v, run.head_dim.v, page.block, page.t_begin & ~7, page.t_end, page.v_levels, tile,
-                        stride);
-  });
+  const int stride = run.latent ? tile_columns(run, page) : run.head_dim.v + core::kTilePadding;
+  if (!run.latent) {
+    with_format(page.layout->v.format, [&]<Format F>() {
+      decode_values<S, F>(page.layout->v, run.head_dim.v, page.block, page.t_begin & ~7, page.t_end, page.v_levels,
+                          tile, stride);
+    });
+  }
   clear_broken(page, tile, stride);
   values_tile<S>(tile, stride, run.head_dim.v, item.rows, page.t_begin, page.t_end, p, rescale, o);
 }

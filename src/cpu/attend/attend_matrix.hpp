@@ -42,6 +42,8 @@ struct MatrixItem {
   KVANT_INLINE int depth_of(Format f) const {
     return is_integer_format(f) ? run.padded_dim : (run.head_dim.k + kTileDepth - 1) / kTileDepth * kTileDepth;
   }
+  // Elements of a latent that are multiplied with queries.
+  KVANT_INLINE int latent_depth() const { return (run.head_dim.v + kTileDepth - 1) / kTileDepth * kTileDepth; }
   KVANT_INLINE SumTiles outputs(int domain) const {
     return {at<float>(item.scratch, l.output[domain]), kTileRows * run.head_dim.v, kTileRows * kTileWords, kTileWords};
   }
@@ -50,13 +52,12 @@ struct MatrixItem {
     const Format f = run.layout[core::kEncoded].k.format;
     const int depth = depth_of(f), raw_depth = depth_of(Format::f32);
     const Operand as_given = rows_at(l.panel_raw, raw_depth), in_basis = rows_at(l.panel_basis, depth);
-    const codec::BasisRef& basis = basis_of(run.k_basis, item.kv_head);
     std::int16_t element[codec::kMaxHeadDim];
     for (int e = 0; e < depth; ++e)
       element[e] = static_cast<std::int16_t>(is_integer_format(f) ? level_element<W>(f, e) : e);
     for (int r = 0; r < row_blocks * kTileRows; ++r) {
       float raw[codec::kMaxHeadDim], rotated[codec::kMaxHeadDim], ordered[codec::kMaxHeadDim];
-      read_row(item, l, rows.state, basis, r, raw, rotated);
+      read_keys_row(item, l, rows.state, r, raw, rotated);
       pack_row<W, kQueryTerms>(raw, raw_depth, as_given, r);
       if (run.byte_products) {
         pack_digits(r, rotated);
@@ -64,9 +65,14 @@ struct MatrixItem {
         for (int e = 0; e < depth; ++e) ordered[e] = rotated[element[e]];
         pack_row<W, kQueryTerms>(ordered, depth, in_basis, r);
       }
-      if (!run.centred) continue;
-      float* panel = at<float>(item.scratch, l.panel_centre) + r / kPanelRows * run.padded_dim * kPanelRows;
-      for (int e = 0; e < run.padded_dim; ++e) panel[e * kPanelRows + r % kPanelRows] = rotated[centre_element(e)];
+      if (run.centred) {
+        float* panel = at<float>(item.scratch, l.panel_centre) + r / kPanelRows * run.padded_dim * kPanelRows;
+        for (int e = 0; e < run.padded_dim; ++e) panel[e * kPanelRows + r % kPanelRows] = rotated[centre_element(e)];
+      }
+      if (!run.latent) continue;
+      read_latents_row(item, l, rows.state, r, raw, rotated);
+      pack_row<W, kQueryTerms>(raw, latent_depth(), rows_at(l.latent_raw, latent_depth()), r);
+      pack_row<W, kQueryTerms>(rotated, latent_depth(), rows_at(l.latent_basis, latent_depth()), r);
     }
   }
 
@@ -172,11 +178,53 @@ struct MatrixItem {
     });
   }
 
+  // scores += queries times latents. Levels are decoded, transposed and packed once more as values, whose order of
+  // elements is another.
+  void multiply_latents(const PageRows* seen, int count) const {
+    const codec::SideLayout& side = seen->page.layout->v;
+    const int d = run.head_dim.v, depth = latent_depth(), blocks = count * kBlocksOfPage;
+    const Operand queries = rows_at(seen->page.domain == core::kExact ? l.latent_raw : l.latent_basis, depth);
+    const Operand latents = operand_at(item.scratch + l.page, blocks, depth);
+    float* tile = at<float>(item.scratch, l.tile);
+    with_format(side.format, [&]<Format F>() {
+      constexpr bool kLevels = is_integer_format(F);
+      constexpr int kTerms = kLevels ? 1 : key_terms<F>();
+      for (int i = 0; i < count; ++i) {
+        const PageView& page = seen[i].page;
+        if constexpr (kLevels) {
+          const typename Unpack<S, F>::Tables tables = Unpack<S, F>::tables();
+          for (int o = 0; o < kPageTokens / 8; ++o)
+            decode_value_octet<S, F, false>(side, d, page.block, o, tables, tile + 8 * o * depth, depth);
+        } else {
+          decode_values<S, F>(side, d, page.block, 0, kPageTokens, page.v_levels, tile, depth);
+        }
+        zero_columns(tile, depth, d);
+        pack_keys<S, kTerms>(tile, depth, latents, i * kBlocksOfPage);
+      }
+      if constexpr (kLevels) {
+        float* sums = at<float>(item.scratch, l.weights);
+        const int group_steps = latents.steps / side.groups;
+        for (int g = 0; g < side.groups; ++g) {
+          multiply_all<S, 2, 1, false>(queries, row_blocks, latents, 0, blocks, g * group_steps, (g + 1) * group_steps,
+                                       score_tiles(sums, kStride));
+          for (int i = 0; i < count; ++i) {
+            scale_scores<S>(seen[i].page.block + side.scale_offset + g * kPageTokens * 2, item.rows, true,
+                            sums + i * kPageTokens, scores + i * kPageTokens, kStride);
+          }
+        }
+      } else {
+        multiply_all<S, kQueryTerms, kTerms, true>(queries, row_blocks, latents, 0, blocks, 0, latents.steps,
+                                                   score_tiles(scores, kStride));
+      }
+    });
+  }
+
   void find_centers(PageRows* seen) const {
     if (!begin_centers(rows, seen)) return;
     float c[codec::kMaxHeadDim];
     decode_centre<S>(*seen->page.layout, run.padded_dim, seen->page.block, c);
-    add_centre_of_panels<S>(c, at<float>(item.scratch, l.panel_centre), item.rows, run.padded_dim, seen->page_center);
+    add_centre_of_panels<S>(c, at<float>(item.scratch, l.panel_centre), item.rows, 0, run.padded_dim, run.padded_dim,
+                            seen->page_center);
   }
 
   // Output sums += weights in `scores` times values of these pages.
@@ -247,6 +295,7 @@ struct MatrixItem {
                        static_cast<std::size_t>(row_blocks * kTileRows * run.head_dim.v) * sizeof(float));
     }
     multiply_keys(seen, count);
+    if (run.latent) multiply_latents(seen, count);
     for (int i = 0; i < count; ++i) find_centers(seen + i);
     float factors[kPages][core::kRowBlock];
     for (int i = 0; i < count; ++i) softmax_of_page<S>(rows, seen[i], scores + i * kPageTokens, kStride, factors[i]);

@@ -38,11 +38,23 @@ KVANT_INLINE const codec::BasisRef& basis_of(const core::BasisRow& row, int kv_h
   return row.at[static_cast<std::size_t>(kv_head) * row.stride];
 }
 
-// One query as head_dim floats, with zeros behind its width; zeros, and true, if it is not finite.
-KVANT_INLINE bool read_query(const core::RunContext& run, const RowIndex& row, float* out) {
-  const std::int64_t from = element_of(row, run.q, run.q_batch_stride);
+// The elements of queries that are multiplied with one side of pages.
+struct QueryPart {
+  int first, width;
+  int head_dim;  // the stored side's
+};
+KVANT_INLINE QueryPart part_of_keys(const core::RunContext& run) {
+  return {run.latent ? run.width.v : 0, run.width.k, run.head_dim.k};
+}
+KVANT_INLINE QueryPart part_of_latents(const core::RunContext& run) {
+  return {0, run.width.v, run.head_dim.v};
+}
+
+// Part of one query as head_dim floats, with zeros behind its width; zeros, and true, if it is not finite.
+KVANT_INLINE bool read_query(const core::RunContext& run, const QueryPart& part, const RowIndex& row, float* out) {
+  const std::int64_t from = element_of(row, run.q, run.q_batch_stride) + part.first;
   bool finite = true;
-  for (int i = 0; i < run.width.k; ++i) {
+  for (int i = 0; i < part.width; ++i) {
     float x = 0;
     if (run.q.dtype == Dtype::f32) {
       __builtin_memcpy(&x, static_cast<const std::byte*>(run.q.data) + (from + i) * 4, 4);
@@ -54,7 +66,7 @@ KVANT_INLINE bool read_query(const core::RunContext& run, const RowIndex& row, f
     out[i] = x;
     finite &= base::is_finite(x);
   }
-  for (int i = finite ? run.width.k : 0; i < run.head_dim.k; ++i) out[i] = 0.0f;
+  for (int i = finite ? part.width : 0; i < part.head_dim; ++i) out[i] = 0.0f;
   return !finite;
 }
 
@@ -167,17 +179,31 @@ KVANT_INLINE State item_state(const core::AttendItem& item) {
   return s;
 }
 
-// Row r of an item on the paths for many rows, as given and in the basis; zeros where there is none, and behind
-// head_dim.
+// A part of row r of an item on the paths for many rows, as given and in the basis; zeros where there is no row, and
+// behind head_dim. The part of keys is read first.
 KVANT_INLINE void read_row(const core::AttendItem& item, const core::ScratchLayout& l, const State& state,
-                           const codec::BasisRef& basis, int r, float (&raw)[codec::kMaxHeadDim],
-                           float (&rotated)[codec::kMaxHeadDim]) {
+                           const QueryPart& part, const codec::BasisRef& basis, bool is_first, int r,
+                           float (&raw)[codec::kMaxHeadDim], float (&rotated)[codec::kMaxHeadDim]) {
   for (int i = 0; i < codec::kMaxHeadDim; ++i) raw[i] = rotated[i] = 0.0f;
   if (r >= item.rows) return;
   const core::RunContext& run = *item.run;
   const RowIndex index = row_index(run, item.sequence, item.kv_head, item.row_begin + r);
-  state.poisoned[r] = read_query(run, index, raw) ? 1 : 0;
-  at<float>(item.scratch, l.centers)[r] = codec::query_to_basis(basis, run.head_dim.k, raw, rotated);
+  const bool broken = read_query(run, part, index, raw);
+  const float center = codec::query_to_basis(basis, part.head_dim, raw, rotated);
+  float& sum = at<float>(item.scratch, l.centers)[r];
+  state.poisoned[r] = broken || (!is_first && state.poisoned[r] != 0) ? 1 : 0;
+  sum = is_first ? center : sum + center;
+}
+KVANT_INLINE void read_keys_row(const core::AttendItem& item, const core::ScratchLayout& l, const State& state, int r,
+                                float (&raw)[codec::kMaxHeadDim], float (&rotated)[codec::kMaxHeadDim]) {
+  const core::RunContext& run = *item.run;
+  read_row(item, l, state, part_of_keys(run), basis_of(run.k_basis, item.kv_head), true, r, raw, rotated);
+}
+// After the other part.
+KVANT_INLINE void read_latents_row(const core::AttendItem& item, const core::ScratchLayout& l, const State& state,
+                                   int r, float (&raw)[codec::kMaxHeadDim], float (&rotated)[codec::kMaxHeadDim]) {
+  const core::RunContext& run = *item.run;
+  read_row(item, l, state, part_of_latents(run), basis_of(run.v_basis, item.kv_head), false, r, raw, rotated);
 }
 
 // Adds `from` to `into`, the log-sum-exp rule for each domain. In place, in split order: the same bits every time.

@@ -72,8 +72,8 @@ void decode_keys(const codec::SideLayout& side, int head_dim, int padded_dim, co
   }
 }
 
-// Values of an integer format: the eight tokens of an octet, one a row.
-template <class S, Format F>
+// Values of an integer format: the eight tokens of an octet, one a row. Without kScaled, levels less their offset.
+template <class S, Format F, bool kScaled = true>
 KVANT_INLINE void decode_value_octet(const codec::SideLayout& side, int head_dim, const std::byte* block, int octet,
                                      const typename Unpack<S, F>::Tables& tables, float* rows, int stride) {
   const typename S::F offset = S::setf(level_offset(F));
@@ -84,12 +84,14 @@ KVANT_INLINE void decode_value_octet(const codec::SideLayout& side, int head_dim
     for (int c = g * group_dim; c < (g + 1) * group_dim; c += 8) {
       typename S::I u[4];
       Unpack<S, F>::block(tables, value_pointers(side, head_dim, block, octet, c), u);
+      const auto put = [&](int row, typename S::I level) {
+        typename S::F x = S::sub(S::to_f(level), offset);
+        if constexpr (kScaled) x = S::mul(x, S::setf(scale[row]));
+        S::storef(rows + row * stride + c, x);
+      };
       for (int v = 0; v < 4; ++v) {
-        const int low = pair_element(is_eight_bit(F), v, 0), high = pair_element(is_eight_bit(F), v, 1);
-        S::storef(rows + low * stride + c,
-                  S::mul(S::sub(S::to_f(S::and_(u[v], S::seti(0xFFFF))), offset), S::setf(scale[low])));
-        S::storef(rows + high * stride + c,
-                  S::mul(S::sub(S::to_f(S::template shr<16>(u[v])), offset), S::setf(scale[high])));
+        put(pair_element(is_eight_bit(F), v, 0), S::and_(u[v], S::seti(0xFFFF)));
+        put(pair_element(is_eight_bit(F), v, 1), S::template shr<16>(u[v]));
       }
     }
   }

@@ -49,13 +49,16 @@ void add_centre_of_rows(const float* c, const float* queries, int rows, int padd
   });
 }
 
-// The same for panels [rows / 16][depth][16], as tile.hpp has them; depth is even.
+// The same for panels [rows / 16][panel_depth][16], as tile.hpp has them: their elements from `begin` on, so many that
+// they are `depth`, which is even.
 template <class S>
-void add_centre_of_panels(const float* c, const float* panels, int rows, int depth, float* out) {
+void add_centre_of_panels(const float* c, const float* panels, int rows, int begin, int depth, int panel_depth,
+                          float* out) {
   using W = Wide<S>;
   constexpr int kParts = kPanelRows / W::kLanes;
   for (int first = 0; first < rows; first += kPanelRows) {
-    const float* panel = panels + static_cast<std::size_t>(first) * static_cast<std::size_t>(depth);
+    const float* panel = panels + static_cast<std::size_t>(first) * static_cast<std::size_t>(panel_depth) +
+                         static_cast<std::size_t>(begin * kPanelRows);
     typename W::F sum[2][kParts];
     for (int p = 0; p < kParts; ++p) sum[0][p] = sum[1][p] = W::setf(0.0f);
     for (int e = 0; e < depth; e += 2) {
