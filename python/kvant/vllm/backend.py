@@ -32,7 +32,7 @@ def widths_without_kernels(head_size: int, head_size_v: int) -> str | None:
     device = dtypes.build()["device"]
     if not versions.is_cuda() or device is None:
         return None
-    pairs = [(n, n) for n in device["head_dims"]] + [tuple(x) for x in device.get("head_dim_pairs", [])]
+    pairs = [(n, n) for n in device["head_dims"]] + [tuple(x) for x in device["widths"]]
     if (head_size, head_size_v) in pairs:
         return None
     sizes = ", ".join(f"{k}/{v}" for k, v in pairs if k != v) or "none"
