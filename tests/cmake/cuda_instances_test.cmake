@@ -65,7 +65,14 @@ foreach(text "attend_entry<Format::tq6, Format::tq4, 256, 4>()"
     message(SEND_ERROR "attend_d256.cu does not have ${text}:\n${attend}")
   endif()
 endforeach()
-if(attend MATCHES "tq8" OR
+file(READ ${FOLDER}/attend_d192v128.cu of_width)
+foreach(text "attend_entry<Format::tq6, Format::tq4, 192128, 4>()" "decode_kernels<192128>()")
+  string(FIND "${of_width}" "${text}" at)
+  if(at EQUAL -1)
+    message(SEND_ERROR "attend_d192v128.cu does not have ${text}:\n${of_width}")
+  endif()
+endforeach()
+if(NOT header MATCHES "EACH_UNEQUAL_WIDTH\\(X\\) +X\\(192128\\)\n" OR attend MATCHES "tq8" OR
    NOT header MATCHES "EACH_PAIR\\(X\\) X\\(tq6, tq4\\)\n" OR
    NOT header MATCHES "OTHER_PAIR\\(X\\) .*X\\(tq8, tq8\\)")
   message(SEND_ERROR "with tq6/tq4 alone:\n${attend}\n${header}")
@@ -73,8 +80,9 @@ endif()
 list(LENGTH units count)
 list(LENGTH hopper_units hopper_count)
 list(LENGTH kvant_cuda_head_dims head_dims)
-math(EXPR expected "4 * ${head_dims}")
-math(EXPR hopper_expected "2 * ${head_dims}")
+list(LENGTH kvant_cuda_widths widths)  # units of attention and of dense keys
+math(EXPR expected "4 * ${head_dims} + ${widths}")
+math(EXPR hopper_expected "2 * ${head_dims} + ${widths}")
 if(NOT count EQUAL expected OR NOT hopper_count EQUAL hopper_expected)
   message(SEND_ERROR "${count} and ${hopper_count} units for ${head_dims} head_dims")
 endif()
