@@ -239,11 +239,14 @@ TEST(SnapshotRefusal, AConfigurationThatNoCacheHas) {
   for (const int size : {-1, 0})
     EXPECT_TRUE(
         refused(opened([&](Content& c) { c.stored.config.v_head_dim = size; }), Code::bad_file, {"v_head_dim"}));
-  for (const auto& [latent, rope] : {std::pair{32, 33}, {33, 32}, {-1, 32}, {577, 32}, {32, 32}, {32, 0}}) {
-    EXPECT_TRUE(refused(opened([&](Content& c) { c.stored.config.latent = latent, c.stored.config.rope = rope; }),
-                        latent == -1 ? Code::ok : Code::bad_file, {latent == -1 ? "" : "kv_heads"}))
-        << latent << ' ' << rope;
-  }
+  const auto latents = [&](int latent, int rope, int kv_heads) {
+    return opened([&](Content& c) {
+      c.stored.config.latent = latent, c.stored.config.rope = rope, c.stored.config.kv_heads = kv_heads;
+    });
+  };
+  EXPECT_TRUE(refused(latents(32, 33, 1), Code::bad_file, {"latent is 32 and rope 33", "rope is head_dim"}));
+  EXPECT_TRUE(refused(latents(33, 32, 1), Code::bad_file, {"latent is 33 and rope 32", "latent is v_head_dim"}));
+  EXPECT_TRUE(refused(latents(32, 32, 2), Code::bad_file, {"latent is 32 and rope 32", "kv_heads is 1"}));
   EXPECT_TRUE(refused(opened([](Content& c) { c.stored.config.v_head_dim = 577; }), Code::bad_file, {"v_head_dim"}));
   EXPECT_TRUE(refused(opened([](Content& c) { c.stored.config.window_sinks = std::int64_t{1} << 62; }), Code::bad_file,
                       {"window_sinks"}));
