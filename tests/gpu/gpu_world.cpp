@@ -244,9 +244,9 @@ Expected GpuWorld::expect(const AttentionOptions& base, const std::vector<float>
     for (float& x : q) x = rounded(x, q_dtype);
     std::vector<float> k = d.keys, v = d.values;
     if (base.fresh_keys) {
-      const auto take = [&](const std::vector<float>& given, std::vector<float>& all, int head_dim) {
+      const auto take = [&](const std::vector<float>& given, std::vector<float>& stored, int head_dim) {
         const auto own = static_cast<std::ptrdiff_t>(lengths.q_len * spec.kv_heads * head_dim);
-        std::copy(given.end() - own, given.end(), all.end() - own);
+        std::copy(given.end() - own, given.end(), stored.end() - own);
       };
       take(host.qkv[i].k, k, spec.head_dim);
       take(host.qkv[i].v, v, host.v_dim());

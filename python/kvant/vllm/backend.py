@@ -108,18 +108,10 @@ class KvantBackend(AttentionBackend):
 
     # --- values of another size than keys -----------------------------------------------------------------------------
 
-    _head_size_v: ClassVar[int] = 0
-
     @classmethod
     def set_head_size_v(cls, head_size_v: int) -> None:
-        """The size of values in the layer that vLLM makes next: layers are not given it."""
-        cls._head_size_v = head_size_v
-
-    @classmethod
-    def take_head_size_v(cls, head_size: int) -> int:
-        """That size, of the layer that is being made; 0: `head_size`."""
-        size, cls._head_size_v = cls._head_size_v, 0
-        return 0 if size == head_size else size
+        """The size of values in the layer that vLLM makes next."""
+        dtypes.note_head_size_v(head_size_v)
 
     @classmethod
     def is_supported_on_current_device(cls, head_size: int, head_size_v: int, has_sinks: bool) -> bool:

@@ -88,3 +88,19 @@ def note_layer(name: str, k_centre: str = "automatic") -> None:
 def of_layers() -> tuple[str | None, str]:
     """The cache dtype of the newest layer with a format, and its centres; None: there was none."""
     return _of_layers
+
+
+_head_size_v = 0
+
+
+def note_head_size_v(head_size_v: int) -> None:
+    """Remembers the size of values in the layer that vLLM makes next: layers are not given it."""
+    global _head_size_v
+    _head_size_v = head_size_v
+
+
+def take_head_size_v(head_size: int) -> int:
+    """The noted size, for the layer that is being made; 0: `head_size`."""
+    global _head_size_v
+    size, _head_size_v = _head_size_v, 0
+    return 0 if size == head_size else size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from . import connectors, context, drafts, dtypes, versions
-from .backend import KvantBackend
 from .check import Check
 from .layer import Capacity, Layer, LayerOfKvant, pool
 from .metadata import KvantMetadata
@@ -46,7 +45,7 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
                 raise NotImplementedError(f"kvant: layers with {name} = {value} are not supported")
         self.num_heads = num_heads
         self.head_size = head_size
-        v_head_dim = KvantBackend.take_head_size_v(head_size)
+        v_head_dim = dtypes.take_head_size_v(head_size)
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype

@@ -1,8 +1,8 @@
 """The backends of vLLM's models whose keys and values have different sizes, such as MiMo V2.
 
-These models name FLASH_ATTN_DIFFKV or TRITON_ATTN_DIFFKV themselves, whatever --attention-backend says. The classes here
-stand behind these names: kvant's where the server was told to use kvant, by its backend or by its cache dtype, and
-vLLM's own elsewhere.
+These models name FLASH_ATTN_DIFFKV or TRITON_ATTN_DIFFKV themselves, whatever --attention-backend says. The classes
+here stand behind these names: kvant's where the server names kvant's backend or one of its cache dtypes, and vLLM's own
+elsewhere.
 """
 
 from __future__ import annotations

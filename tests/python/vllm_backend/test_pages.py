@@ -84,9 +84,9 @@ def test_values_of_another_size(backend, torch):
         backend.KvantBackend.is_supported_on_current_device(192, 100000, False)
     assert backend.KvantBackend.is_supported_on_current_device(192, 128, True)
     backend.KvantBackend.set_head_size_v(128)
-    assert [backend.KvantBackend.take_head_size_v(192) for _ in range(2)] == [128, 0]  # of one layer
+    assert [backend.dtypes.take_head_size_v(192) for _ in range(2)] == [128, 0]  # of one layer
     backend.KvantBackend.set_head_size_v(128)
-    assert backend.KvantBackend.take_head_size_v(128) == 0
+    assert backend.dtypes.take_head_size_v(128) == 0
 
 
 def test_models_that_name_a_backend_get_kvants_where_it_is_chosen(backend, vllm, torch, monkeypatch):
