@@ -359,9 +359,11 @@ static void test_refusals(void) {
   config.head_dim = DIM;
   config.k = "tq7";
   EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "tq7");
-  config.k = NULL;
-  EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "config.k is NULL");
+  config.k = NULL; /* the default */
+  config.v = NULL;
+  EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "config.v is NULL");
   config.k = "tq6";
+  config.v = "tq4";
   config.k_basis = 17;
   EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "k_basis is 17");
   config.k_basis = KVANT_BASIS_CALIBRATED;
