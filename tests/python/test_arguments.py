@@ -176,7 +176,7 @@ def test_tokens_of_a_step_are_whole_numbers(cache, sequence, tokens):
 @pytest.mark.parametrize(
     "options",
     [
-        {"k": "tq4\0x"}, {"v": "tq4\0"}, {"k": b"tq4"}, {"k": None}, {"v": 4}, {"k": ""}, {"k": "tq4\u2009"},
+        {"k": "tq4\0x"}, {"v": "tq4\0"}, {"k": b"tq4"}, {"v": None}, {"v": 4}, {"k": ""}, {"k": "tq4\u2009"},
         {"isa": "avx2\0x"}, {"isa": 2}, {"isa": ""}, {"exact": "f8"}, {"exact": 1}, {"exact": ["f32"]},
         {"k_basis": "nowhere"}, {"k_basis": None}, {"v_basis": 2}, {"k_centre": "Page"}, {"k_centre": {}},
         {"pinned": "yes"}, {"pinned": None}, {"pinned": 2}, {"bases": 5}, {"bases": ""}, {"bases": "a\0b"},
