@@ -34,19 +34,7 @@ RandomChoices choices() {
 class Latents : public testing::TestWithParam<int> {};
 
 TEST_P(Latents, MatchTheReference) {
-  const RandomChoices all = choices();
-  const std::vector<std::string> isas = available_isas();
-  const auto [first, count] = random_seeds(200 + GetParam(), kAddressSanitizer ? 3 : 15);
-  for (std::uint64_t seed = first; seed < first + count; ++seed) {
-    Rng rng(seed);
-    RandomCase c = draw_case(rng, all);
-    c.options.isa = isas[static_cast<std::size_t>(rng.below(static_cast<std::int64_t>(isas.size())))];
-    c.options.threads = static_cast<int>(1 + rng.below(3));
-    c.options.split_keys = rng.below(3) == 0 ? kPageTokens * (1 + rng.below(4)) : 0;
-    SCOPED_TRACE(fmt::format("seed {}, {}, {} threads, splits of {}\n{}", seed, c.options.isa, c.options.threads,
-                             c.options.split_keys, c.description));
-    EXPECT_TRUE(World(c.spec).kernel_matches(c.options, c.sink_logits, tolerance::kLseOfFewKeys));
-  }
+  expect_host_matches(choices(), 200 + GetParam());
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, Latents, testing::Range(0, 6));

@@ -4,9 +4,7 @@
 
 #include <algorithm>
 
-#include "core/fmt.hpp"
 #include "support/random_world.hpp"
-#include "support/sanitized.hpp"
 
 namespace kvant::test {
 namespace {
@@ -28,19 +26,7 @@ RandomChoices choices() {
 class AttentionRandom : public testing::TestWithParam<int> {};
 
 TEST_P(AttentionRandom, MatchesTheReference) {
-  const RandomChoices all = choices();
-  const std::vector<std::string> isas = available_isas();
-  const auto [first, count] = random_seeds(GetParam(), kAddressSanitizer ? 3 : 15);
-  for (std::uint64_t seed = first; seed < first + count; ++seed) {
-    Rng rng(seed);
-    RandomCase c = draw_case(rng, all);
-    c.options.isa = isas[static_cast<std::size_t>(rng.below(static_cast<std::int64_t>(isas.size())))];
-    c.options.threads = static_cast<int>(1 + rng.below(3));
-    c.options.split_keys = rng.below(3) == 0 ? kPageTokens * (1 + rng.below(4)) : 0;
-    SCOPED_TRACE(fmt::format("seed {}, {}, {} threads, splits of {}\n{}", seed, c.options.isa, c.options.threads,
-                             c.options.split_keys, c.description));
-    EXPECT_TRUE(World(c.spec).kernel_matches(c.options, c.sink_logits, tolerance::kLseOfFewKeys));
-  }
+  expect_host_matches(choices(), GetParam());
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, AttentionRandom, testing::Range(0, 8));

@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "core/fmt.hpp"
+#include "support/sanitized.hpp"
 
 namespace kvant::test {
 namespace {
@@ -176,6 +177,21 @@ std::pair<std::uint64_t, std::uint64_t> random_seeds(int part, std::uint64_t cou
     if (*end == ':') count = std::strtoull(end + 1, nullptr, 10);
   }
   return {first + static_cast<std::uint64_t>(part) * count, count};
+}
+
+void expect_host_matches(const RandomChoices& choices, int part) {
+  const std::vector<std::string> isas = available_isas();
+  const auto [first, count] = random_seeds(part, kAddressSanitizer ? 3 : 15);
+  for (std::uint64_t seed = first; seed < first + count; ++seed) {
+    Rng rng(seed);
+    RandomCase c = draw_case(rng, choices);
+    c.options.isa = isas[static_cast<std::size_t>(rng.below(static_cast<std::int64_t>(isas.size())))];
+    c.options.threads = static_cast<int>(1 + rng.below(3));
+    c.options.split_keys = rng.below(3) == 0 ? kPageTokens * (1 + rng.below(4)) : 0;
+    SCOPED_TRACE(fmt::format("seed {}, {}, {} threads, splits of {}\n{}", seed, c.options.isa, c.options.threads,
+                             c.options.split_keys, c.description));
+    EXPECT_TRUE(World(c.spec).kernel_matches(c.options, c.sink_logits, tolerance::kLseOfFewKeys));
+  }
 }
 
 }  // namespace kvant::test

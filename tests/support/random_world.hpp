@@ -37,4 +37,8 @@ RandomCase draw_case(Rng& rng, const RandomChoices& choices);
 /// COUNT a part, from FIRST on.
 std::pair<std::uint64_t, std::uint64_t> random_seeds(int part, std::uint64_t count);
 
+/// Expects the cases of a part's seeds to match the reference on the host, each on an instruction set, with a number of
+/// threads and with splits that its seed draws.
+void expect_host_matches(const RandomChoices& choices, int part);
+
 }  // namespace kvant::test

@@ -41,5 +41,5 @@ def register() -> None:
         versions.register_cache_dtype(name)
     versions.register_backend_class(BACKEND_CLASS)
     for name, backend in two_sizes.NAMES.items():
-        versions.put_before_backend(backend, f"kvant.vllm.two_sizes.{name}")
+        versions.register_backend_class(f"kvant.vllm.two_sizes.{name}", backend)
     _registered = True

@@ -19,11 +19,6 @@ from .versions import (
 )
 
 
-def own_size(spec) -> int:
-    """The size of a spec's values; 0: that of its keys."""
-    return 0 if spec.head_size_v == spec.head_size else spec.head_size_v
-
-
 def widths_without_kernels(head_size: int, head_size_v: int) -> str | None:
     """Why this build has no kernels for keys and values of these sizes; None: it has."""
     largest = dtypes.build()["largest_head_dim"]
@@ -99,7 +94,8 @@ class KvantBackend(AttentionBackend):
             raise RuntimeError(
                 "kvant: vLLM sizes pages before it has a configuration or a layer that name a cache dtype of kvant"
             )
-        size = dtypes.token_bytes(dtypes.names()[name], spec.head_size, k_centre, own_size(spec))
+        v_head_dim = dtypes.own_size(spec.head_size, spec.head_size_v)
+        size = dtypes.token_bytes(dtypes.names()[name], spec.head_size, k_centre, v_head_dim)
         reason = connectors.why_not(versions.connectors(config), spec.num_kv_heads, size)
         if reason is not None:
             raise NotImplementedError(f"kvant: {reason}")

@@ -90,6 +90,11 @@ def of_layers() -> tuple[str | None, str]:
     return _of_layers
 
 
+def own_size(head_size: int, head_size_v: int) -> int:
+    """v_head_dim for values of `head_size_v` beside keys of `head_size`."""
+    return 0 if head_size_v == head_size else head_size_v
+
+
 _head_size_v = 0
 
 
@@ -103,4 +108,4 @@ def take_head_size_v(head_size: int) -> int:
     """The noted size, for the layer that is being made; 0: `head_size`."""
     global _head_size_v
     size, _head_size_v = _head_size_v, 0
-    return 0 if size == head_size else size
+    return own_size(head_size, size)

@@ -101,15 +101,16 @@ def register_cache_dtype(name: str) -> None:
     register_kv_cache_dtype(name)(Handler)
 
 
-def register_backend_class(path: str) -> None:
-    """Makes the class at `path` the backend CUSTOM.
+def register_backend_class(path: str, name: str = "CUSTOM") -> None:
+    """Makes the class at `path` vLLM's backend `name`, if this vLLM has that backend.
 
     A name of its own would be an enum member that exists only where a plugin has run, and vLLM's spawned processes
     unpickle their configuration before they load plugins.
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, path)
+    if name in _backends().__members__:
+        register_backend(_backends()[name], path)
 
 
 def is_chosen(vllm_config) -> bool:
@@ -121,14 +122,6 @@ def _backends():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     return AttentionBackendEnum
-
-
-def put_before_backend(name: str, path: str) -> None:
-    """Makes the class at `path` vLLM's backend `name`, if this vLLM has that backend."""
-    from vllm.v1.attention.backends.registry import register_backend
-
-    if name in _backends().__members__:
-        register_backend(_backends()[name], path)
 
 
 def own_backend(name: str):

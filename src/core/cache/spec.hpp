@@ -18,7 +18,7 @@ struct RowWidth {
   const char* name;
 };
 RowWidth row_width(const CacheConfig& config, bool of_values);
-/// Those of a row of queries.
+/// The same for a row of queries.
 RowWidth query_width(const CacheConfig& config);
 /// Checks latent and rope, and sets what follows from them: kv_heads, head_dim, v_head_dim, and the key format where
 /// the config names none.
