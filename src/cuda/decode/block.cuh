@@ -35,6 +35,7 @@ struct Attend {
 
   __device__ Attend(const AttendParams& params, std::byte* memory) : p(params), shared(memory) {
     lane = threadIdx.x % 32, warp = same_in_warp(static_cast<int>(threadIdx.x) / 32);
+    if constexpr (S::kByTiles) warp %= BW;  // of its warpgroup
     __builtin_assume(warp >= 0 && warp < BW);
     g = lane / 4, t = lane % 4;
     team = warp / W, member = warp % W;
@@ -162,6 +163,7 @@ struct Attend {
   // --- between the products: weights.cuh ---
 
   __device__ __forceinline__ void transform_seen(const Part& part, int page, float (&s)[S::kTokenTiles][NT][2]) const;
+  __device__ __forceinline__ float transform_one(const Part& part, int r, std::int64_t key, float x) const;
   template <int TW>
   __device__ __forceinline__ void transform(const Part& part, int page, float (&s)[4 / TW][NT][2]) const;
 

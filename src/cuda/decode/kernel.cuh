@@ -20,6 +20,7 @@
 #include "cuda/decode/partial.cuh"
 #include "cuda/decode/queries.cuh"
 #include "cuda/decode/scores.cuh"
+#include "cuda/decode/tile_block.cuh"
 #include "cuda/decode/values.cuh"
 #include "cuda/decode/weights.cuh"
 
@@ -167,13 +168,18 @@ __global__ void __launch_bounds__(32 * kWarps, kHalfBlocks<KF, VF, kWidth, NT>)
   Attend<HalfWeights<KF, VF, kWidth, NT>>(p, memory).run();
 }
 
-// For several queries a sequence, too: a block is a warpgroup. Empty in code for other devices than Hopper.
+// For several queries a sequence, too: a block is a warpgroup, or two. Empty in code for other devices than Hopper.
 template <Format KF, Format VF, int kWidth, int NT>
-__global__ void __launch_bounds__(32 * kWarps, kGroupBlocks<NT>)
+__global__ void __launch_bounds__(Group<KF, VF, kWidth, NT>::kByTiles ? 64 * kWarps : 32 * kWarps, kGroupBlocks<NT>)
     group_attend_kernel(const __grid_constant__ AttendParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::byte group_memory[];
-  Attend<Group<KF, VF, kWidth, NT>>(p, group_memory).run();
+  using S = Group<KF, VF, kWidth, NT>;
+  if constexpr (S::kByTiles) {
+    attend_tiles<S>(p, group_memory);
+  } else {
+    Attend<S>(p, group_memory).run();
+  }
 #endif
 }
 

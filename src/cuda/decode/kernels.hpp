@@ -21,11 +21,12 @@ struct AttendKernel {
   std::array<int, 3> shared_bytes;  // dynamic, of a block: with 1, 2 and 4 stages for exact pages
   int team;                         // warps that share a page
   int teams;                        // in a block
-  bool by_group;                    // a block is a warpgroup: for several queries, on Hopper (decode/group.cuh)
+  bool by_group;                    // products are a warpgroup's: for several queries, on Hopper (decode/group.cuh)
   bool half_weights = false;        // for several queries (weights.cuh)
   bool one_stage = false;           // for both sides of a page: where the usual kernel does not fit
-  [[nodiscard]] constexpr int warps() const { return team * teams; }
-  [[nodiscard]] constexpr bool has_eight_warps() const { return warps() > kAttendWarps; }  // for short work
+  int producers = 0;                // warps of a block that unpack pages for the others (decode/tile_block.cuh)
+  [[nodiscard]] constexpr int warps() const { return team * teams + producers; }
+  [[nodiscard]] constexpr bool has_eight_warps() const { return team * teams > kAttendWarps; }  // for short work
 };
 
 // Merges the partials of a row of queries and head, a block or a cluster of blocks each.

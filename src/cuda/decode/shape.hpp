@@ -20,9 +20,7 @@ constexpr int most_blocks(int column_tiles, int channels) {
 // The same for kernels of a warpgroup. Their launches do not overlap: beside the previous launch's merge one of four
 // blocks would find no room, and come when others have ended (docs/lab/cuda-decode.md).
 template <int NT>
-inline constexpr int kGroupBlocks = NT == 4   ? 4
-                                    : NT == 8 ? 3
-                                              : 2;
+inline constexpr int kGroupBlocks = NT == 4 ? 4 : 2;
 // Threads that a kernel of eight warps is compiled for, more than it has: so many that each gets 128, 168 or 255
 // registers. With 128 for eight rows at D = 512 it spilled little, but took 0.5 us longer; what is left finds room for
 // a block of the merge before.
@@ -78,9 +76,37 @@ enum class Way {
   one_stage,     // keys and values of a page take turns in one stage, for multiprocessors with little shared memory
   half_weights,  // weights are halves, of one column a row, whose sums need no fold page by page (weights.cuh)
   group,         // all four warps are one team, whose products are a warpgroup's (group.cuh)
+  tiles,         // a warpgroup unpacks pages to tiles, which another one multiplies (tile_block.cuh)
 };
 KVANT_HD constexpr int warps_of_team(Way way, Format k, Format v, int width, int column_tiles) {
-  return way == Way::group || way == Way::half_weights ? kWarps : team_warps(k, v, dims_of(width), column_tiles);
+  return way == Way::group || way == Way::tiles || way == Way::half_weights ? kWarps : team_warps(k, v, dims_of(width), column_tiles);
+}
+
+// The shared memory of a block of Way::tiles. Places are in bytes from its begin.
+//
+// A tile of keys has the page's keys, the centre as one more, and seven rows without a meaning, because products have a
+// multiple of eight columns.
+inline constexpr int kTileKeys = kPageTokens + 8, kTileStages = 2;
+struct TilePlan {
+  int rests, keys, values, raw, factors, pages, barriers, tops, info, bytes;
+  int raw_stages, raw_page;  // pages of codes; bytes of one
+};
+// rests: bytes of the queries' second terms; page: bytes of a page as it is stored; info: bytes.
+constexpr TilePlan tile_plan(int head_dim, int rests, int page, int info) {
+  TilePlan plan{};
+  plan.raw_page = (page + 15) / 16 * 16;
+  plan.keys = rests;
+  plan.values = plan.keys + kTileStages * kTileKeys * head_dim * 2;
+  plan.factors = plan.values + kTileStages * kPageTokens * head_dim * 2;
+  plan.pages = plan.factors + kTileStages * kPageTokens * 8;
+  plan.barriers = plan.pages + kTileStages * 16;
+  plan.tops = plan.barriers + 4 * kTileStages * 8;
+  plan.info = plan.tops + 2 * kWarps * 4;
+  plan.raw = (plan.info + info + 15) / 16 * 16;
+  const int room = kSharedMemory / 2 - kSharedOfBlock - plan.raw, fit = room / plan.raw_page;
+  plan.raw_stages = fit < 4 ? fit : 4;
+  plan.bytes = plan.raw + plan.raw_stages * plan.raw_page;
+  return plan;
 }
 
 template <Format KF, Format VF, int kWidth, int NT, int BW, Way kWay = Way::usual>
@@ -90,7 +116,8 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, kWidth, NT), value_dim(kWidth),
   static constexpr int kHeadDim = D, kValueDim = DV, kColumnTiles = NT, kBlockWarps = BW;
   static constexpr int kThreads = 32 * BW;
   static constexpr bool kHasEightWarps = BW > kWarps;
-  static constexpr bool kByGroup = kWay == Way::group, kOneStage = kWay == Way::one_stage;
+  static constexpr bool kByTiles = kWay == Way::tiles, kByGroup = kWay == Way::group || kByTiles;
+  static constexpr bool kOneStage = kWay == Way::one_stage;
   static constexpr bool kHalfWeights = kWay == Way::half_weights;
   static_assert(!kHalfWeights || (is_integer(KF) && is_integer(VF) && DV % (32 * kWarps) == 0));
   static_assert(can_share_keys(KF, D, warps_of_team(kWay, KF, VF, kWidth, NT)));
@@ -118,15 +145,16 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, kWidth, NT), value_dim(kWidth),
   static constexpr int kEncodedQueries = NT * kQuerySteps<KF, D> * 256, kExactQueries = NT * (D / 16) * 256;
   static constexpr int kSumGroups = kKeyGroups > 1 ? kKeyGroups : 1;
 
-  struct Info : ItemSearch {         // with facts of the block's rows
-    alignas(16) float scale[kRows];  // from a product to log2 units
-    float center[kRows];             // added to an encoded key's score
+  static constexpr int kDigitRows = kByTiles ? 1 : kRows;  // rows whose queries have digits
+  struct Info : ItemSearch {                               // with facts of the block's rows
+    alignas(16) float scale[kDigitRows];                   // from a product to log2 units
+    float center[kRows];                                   // added to an encoded key's score
     // Integer sums of a row begin with -(level_origin - 1/2) times the sum of its query's digits, two for each number.
-    std::int32_t start[kSumGroups][2 * kRows];
+    std::int32_t start[kSumGroups][2 * kDigitRows];
     std::int32_t poisoned[kRows];
     float slope[kRows];  // ALiBi's, in log2 units
     std::int32_t position[kRows];
-    float m[BW][kRows], l[BW][kRows];
+    float m[BW][kDigitRows], l[BW][kDigitRows];
     std::uint32_t constants[2][kConstantWords];
     int found;  // what the first part is: kGuessed ..
   };
@@ -174,7 +202,16 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, kWidth, NT), value_dim(kWidth),
   static constexpr bool kCentresPass =
       kTakesCentres && !kByGroup &&
       blocks_with(plan_with(16 * kCentreRow).bytes[0]) == blocks_with(plan_with(0).bytes[0]);
-  static constexpr SharedPlan kShared = plan_with(kCentresPass ? 16 * kCentreRow : 0);
+  static constexpr TilePlan kTilePlan =
+      tile_plan(D, kRows > 32 ? kRows * D * 2 : 0, static_cast<int>(kLayout.code_bytes) + kScaleBytes + kCentreRow,
+                static_cast<int>(sizeof(Info)));
+  static constexpr SharedPlan kShared = [] {
+    SharedPlan plan = plan_with(kCentresPass ? 16 * kCentreRow : 0);
+    if (!kByTiles) return plan;
+    plan.info = kTilePlan.info;
+    for (int& bytes : plan.bytes) bytes = kTilePlan.bytes;
+    return plan;
+  }();
 };
 
 // A kernel for devices whose blocks get too little shared memory for the usual one.
@@ -184,6 +221,6 @@ using OneStage = Shape<KF, VF, kWidth, NT, kWarps, Way::one_stage>;
 template <Format KF, Format VF, int kWidth, int NT>
 using HalfWeights = Shape<KF, VF, kWidth, NT, kWarps, Way::half_weights>;
 template <Format KF, Format VF, int kWidth, int NT>
-using Group = Shape<KF, VF, kWidth, NT, kWarps, Way::group>;
+using Group = Shape<KF, VF, kWidth, NT, kWarps, (NT > 4 ? Way::tiles : Way::group)>;
 
 }  // namespace kvant::cuda

@@ -19,7 +19,8 @@ AttendKernel entry_of(void (*kernel)(AttendParams)) {
           .teams = S::kTeams,
           .by_group = S::kByGroup,
           .half_weights = S::kHalfWeights,
-          .one_stage = S::kOneStage};
+          .one_stage = S::kOneStage,
+          .producers = S::kByTiles ? kWarps : 0};
 }
 template <Format KF, Format VF, int kWidth, int NT>
 AttendKernel attend_entry() {

@@ -31,6 +31,26 @@ __device__ __forceinline__ void Attend<S>::transform_seen(const Part& part, int 
   }
 }
 
+// The score of row r and a key, in log2 units, with logit transforms and visibility.
+template <class S>
+__device__ __forceinline__ float Attend<S>::transform_one(const Part& part, int r, std::int64_t key, float x) const {
+  const base::Visibility rule = visibility(p);
+  int q_head;
+  const int query = query_of(part, r, q_head);
+  const std::int64_t position = part.length - part.q_len + query;
+  if (part.domain == core::kEncoded) x += info->center[r];
+  base::transform_logits<LogitVerbs>(
+      p.logits, [&] { return info->slope[r]; },
+      [&](const auto& change) { x = change(x, [&] { return static_cast<float>(position - key); }); });
+  const bool sees = query >= 0 && key < part.length && rule.sees(part.length, position, key);
+  if (sees && p.mask.data != nullptr) {
+    const std::int64_t from = part.mask_batch * p.mask.stride[0] + q_head * p.mask.stride[1] +
+                              query * p.mask.stride[2] + (key - p.mask.first_key) * p.mask.stride[3];
+    x = add_mask(x, mask_element(p.mask, from));
+  }
+  return sees ? x : kNone;
+}
+
 // Logit transforms and visibility, token by token. Scores in log2 units in and out. Rolled up, through local memory:
 // pages that need this are few, or the mask tensor is what takes the time; unrolled it is a seventh of the kernel.
 template <class S>
@@ -44,26 +64,10 @@ __device__ __forceinline__ void Attend<S>::transform(const Part& part, int page,
 #pragma unroll
     for (int k = 0; k < L::kTokens; ++k) copy[n * L::kTokens + k] = s[k / 2][n][k % 2];
   }
-  const base::Visibility rule = visibility(p);
 #pragma unroll 1
   for (int at = 0; at < NT * L::kTokens; ++at) {
-    const int r = 4 * (at / L::kTokens) + t;
-    int q_head;
-    const int query = query_of(part, r, q_head);
-    const std::int64_t position = part.length - part.q_len + query;
     const std::int64_t key = page * kPageTokens + 8 * g + L::kTokens * member + at % L::kTokens;
-    float x = copy[at];
-    if (part.domain == core::kEncoded) x += info->center[r];
-    base::transform_logits<LogitVerbs>(
-        p.logits, [&] { return info->slope[r]; },
-        [&](const auto& change) { x = change(x, [&] { return static_cast<float>(position - key); }); });
-    const bool sees = query >= 0 && key < part.length && rule.sees(part.length, position, key);
-    if (sees && p.mask.data != nullptr) {
-      const std::int64_t from = part.mask_batch * p.mask.stride[0] + q_head * p.mask.stride[1] +
-                                query * p.mask.stride[2] + (key - p.mask.first_key) * p.mask.stride[3];
-      x = add_mask(x, mask_element(p.mask, from));
-    }
-    copy[at] = sees ? x : kNone;
+    copy[at] = transform_one(part, 4 * (at / L::kTokens) + t, key, copy[at]);
   }
 #pragma unroll
   for (int n = 0; n < NT; ++n) {

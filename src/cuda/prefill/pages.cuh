@@ -284,7 +284,8 @@ __device__ __forceinline__ void load_unit(const std::byte* block, const codec::S
 }
 
 // Half i (16 codes) of a unit as pairs of halves, in the codes' order: exact levels, around zero. (fp8: 2^-8 of each.)
-template <Format F, bool kValues>
+// kSmall: 2^-9 of each.
+template <Format F, bool kValues, bool kSmall = false>
 __device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constants<F>& constants,
                                        std::uint32_t (&pairs)[8]) {
   if constexpr (F == Format::fp8) {
@@ -303,7 +304,11 @@ __device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constan
     std::uint32_t high = 0;
     if constexpr (Unit<F>::kHigh == 2) high = unit.high[i];
     if constexpr (Unit<F>::kHigh == 1) high = unit.high[0] >> (16 * i);
-    to_halves<F>(unpack<F>(low, high, constants), pairs);
+    if constexpr (kSmall) {
+      to_small_halves<F>(unpack<F>(low, high, constants), pairs);
+    } else {
+      to_halves<F>(unpack<F>(low, high, constants), pairs);
+    }
   }
 }
 
