@@ -63,40 +63,38 @@ struct TileBlock : Attend<S> {
 
   // Queries of a part in their basis, as floats, by all eight warps.
   __device__ __forceinline__ void load_queries(const Part& part) const {
-    constexpr int kAll = 2 * kWarps, kAhead = 4;
+    constexpr int kAll = 2 * kWarps;
     const int mine = static_cast<int>(threadIdx.x) / 32;
     const bool encoded = part.domain == core::kEncoded;
     const std::size_t at = static_cast<std::size_t>(p.layer * p.cache.kv_heads + part.kv_head);
     float* room = reinterpret_cast<float*>(shared + kPlan.values) + mine * D;
     float largest = 0.0f;
+    std::uint32_t bits[2][D / 32];  // of this row, and of the next one
+    this->ask_for_row(part, mine, bits[1]);
 #pragma unroll 1
-    for (int first = mine; first < R; first += kAhead * kAll) {
-      std::uint32_t bits[kAhead][D / 32];
+    for (int r = mine; r < R; r += kAll) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) this->ask_for_row(part, first + i * kAll, bits[i]);
+      for (int n = 0; n < D / 32; ++n) bits[0][n] = bits[1][n];
+      if (r + kAll < R) this->ask_for_row(part, r + kAll, bits[1]);
+      float x[D / 32], poison = 0.0f;
+      elements_of(bits[0], p.q.dtype, x);
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int r = first + i * kAll;
-        float x[D / 32], poison = 0.0f;
-        elements_of(bits[i], p.q.dtype, x);
+      for (int n = 0; n < D / 32; ++n) poison = fmaf(x[n], 0.0f, poison);
+      const bool poisoned = __any_sync(~0u, poison != 0.0f);
+      if (poisoned) {
 #pragma unroll
-        for (int n = 0; n < D / 32; ++n) poison = fmaf(x[n], 0.0f, poison);
-        const bool poisoned = __any_sync(~0u, poison != 0.0f);
-        if (poisoned) {
+        for (int n = 0; n < D / 32; ++n) x[n] = 0.0f;
+      }
+      const float center = encoded ? query_to_basis<D>(p.k_basis, at, x, room) : 0.0f;
 #pragma unroll
-          for (int n = 0; n < D / 32; ++n) x[n] = 0.0f;
-        }
-        const float center = encoded ? query_to_basis<D>(p.k_basis, at, x, room) : 0.0f;
-#pragma unroll
-        for (int n = 0; n < D / 32; ++n) largest = fmaxf(largest, fabsf(x[n])), query(r)[lane + 32 * n] = x[n];
-        if (lane == 0) {
-          int q_head;
-          const int number = this->query_of(part, r, q_head);
-          info->center[r] = center * p.logits.scale;
-          info->poisoned[r] = poisoned ? 1 : 0;
-          info->position[r] = part.length - part.q_len + number;
-          info->slope[r] = p.logits.slopes != nullptr && number >= 0 ? p.logits.slopes[q_head] : 0.0f;
-        }
+      for (int n = 0; n < D / 32; ++n) largest = fmaxf(largest, fabsf(x[n])), query(r)[lane + 32 * n] = x[n];
+      if (lane == 0) {
+        int q_head;
+        const int number = this->query_of(part, r, q_head);
+        info->center[r] = center * p.logits.scale;
+        info->poisoned[r] = poisoned ? 1 : 0;
+        info->position[r] = part.length - part.q_len + number;
+        info->slope[r] = p.logits.slopes != nullptr && number >= 0 ? p.logits.slopes[q_head] : 0.0f;
       }
     }
     largest = warp_max(largest);
@@ -127,7 +125,9 @@ template <class S, class Role>
 __device__ __forceinline__ void attend_parts(Role& role) {
   const Part& part = role.info->part;
   for (bool first = true, last = false; !last; first = false) {
-    if (threadIdx.x < 32) role.find_part(first);
+    if constexpr (Role::kFinds) {
+      if (role.warp == 0) role.find_part(first);
+    }
     __syncthreads();
     if (part.partial < 0) return;
     role.begin(part);

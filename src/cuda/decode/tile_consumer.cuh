@@ -12,6 +12,7 @@ struct TileConsumer : TileBlock<S> {
   using Block::kPlan;
   using Page = typename Block::Page;
   static constexpr int D = S::kHeadDim, R = S::kRows;
+  static constexpr bool kFinds = true;                // the block's parts
   static constexpr int kH = R / 32;                   // rows of a thread
   static constexpr int kScores = kTileKeys / 2;       // of a thread, a centre's among them
   static constexpr int kBoxSteps = 4, kBox = kTileKeys * 128;  // steps of a product in a box of channels; its bytes
@@ -210,7 +211,8 @@ struct TileConsumer : TileBlock<S> {
     while (true) {
       keys.wait_full();
       const Page page = this->page_here();
-      if (page.name < 0) {
+      const int name = same_in_warp(page.name);
+      if (name < 0) {
         end_values();
         __syncwarp();
         keys.arrive_empty();
@@ -224,7 +226,7 @@ struct TileConsumer : TileBlock<S> {
 #pragma unroll
         for (int i = 0; i < kScores; i += 4) s[i] += s[i + 2], s[i + 1] += s[i + 3];
       }
-      const bool plain = (page.name & kPlain) != 0;
+      const bool plain = (name & kPlain) != 0;
       float centre[kH], off[kH];
 #pragma unroll
       for (int h = 0; h < kH; ++h) {
@@ -233,7 +235,7 @@ struct TileConsumer : TileBlock<S> {
       }
       scale_products(s, page, centre, off);
       if (!plain) {
-        transform_page(part, page.name, s);
+        transform_page(part, name, s);
         each_score(s, [&](float& x, int, int h, int) { x -= m[h]; });
       }
       if (page.shrink != 1.0f) {

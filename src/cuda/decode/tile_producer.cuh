@@ -16,6 +16,7 @@ struct TileProducer : TileBlock<S> {
   static constexpr int kCodes = static_cast<int>(S::kLayout.code_bytes);
   static constexpr int kRawCentre = kCodes + S::kScaleBytes;  // in a page of codes: codes, scales, centre
   static_assert(kAhead >= 1 && is_integer(KF) && is_integer(VF) && S::kScaleBytes == 4 * kPageTokens);
+  static constexpr bool kFinds = false;
   static constexpr int kBarrier = 1;  // the producer's own
 
   int thread;
@@ -25,8 +26,10 @@ struct TileProducer : TileBlock<S> {
   __device__ TileProducer(const AttendParams& params, std::byte* memory)
       : Block(params, memory), thread(static_cast<int>(threadIdx.x)) {}
 
+  bool centred;       // keys are
+
   // --- the pages of the part's domain, in order: lane i knows number base + i, `left` are those still to come ---
-  int base, slot, pages;
+  int base, slot, name, pages;
   unsigned left;
   core::PageRef ahead;  // of number base + 32 + i, on its way
   __device__ __forceinline__ void begin_walk(const Part& part) {
@@ -38,14 +41,15 @@ struct TileProducer : TileBlock<S> {
     while (left == 0) {
       if (base + 32 >= pages) return make_int2(-1, -1);
       base += 32;
-      slot = this->template slot_of<BW>(part, base + lane, ahead);
+      const int found = this->template slot_of<BW>(part, base + lane, ahead);
+      slot = found >> kSlotShift;
+      name = this->template page_at<BW>(part, base + lane) << kSlotShift | (found & ((1 << kSlotShift) - 1));
       ahead = this->template page_ref<BW>(part, base + 32 + lane);
       left = __ballot_sync(~0u, slot >= 0);
     }
-    const int i = __ffs(static_cast<int>(left)) - 1, found = __shfl_sync(~0u, slot, i);
+    const int i = __ffs(static_cast<int>(left)) - 1;
     left &= left - 1;
-    constexpr int kFlags = (1 << kSlotShift) - 1;
-    return make_int2(found >> kSlotShift, this->template page_at<BW>(part, base + i) << kSlotShift | (found & kFlags));
+    return make_int2(__shfl_sync(~0u, slot, i), __shfl_sync(~0u, name, i));
   }
 
   // --- codes ---
@@ -84,7 +88,7 @@ struct TileProducer : TileBlock<S> {
       copy_planes<true, VF>(to, from);
       if (thread < S::kScaleBytes / 16)
         ptx::copy16<0, 0>(to + kCodes + 16 * thread, from + p.cache.encoded_layout.k.scale_offset);
-      if (warp == 1 && lane < S::kCentreRow / 16 && this->is_centred())
+      if (warp == 1 && lane < S::kCentreRow / 16 && centred)
         ptx::copy16<0, kCodes - 16 * 32>(to + kRawCentre + 16 * lane, from);
     }
     ptx::copy_commit();
@@ -177,13 +181,14 @@ struct TileProducer : TileBlock<S> {
   __device__ __forceinline__ void find_factors(const std::byte* raw, int name, ValueUnit& unit) const {
     const auto* scales = reinterpret_cast<const std::uint32_t*>(raw + kCodes);
     const std::uint32_t k = scales[lane], v = scales[kPageTokens / 2 + lane] & 0x7FFF7FFFu;
-    put_factors(floats_of(k), floats_of(v), name, this->is_centred() ? half_at(raw + kRawCentre + D * 3 / 4, 0) : 0.0f,
+    put_factors(floats_of(k), floats_of(v), name, centred ? half_at(raw + kRawCentre + D * 3 / 4, 0) : 0.0f,
                 __any_sync(~0u, (k & 0x80008000u) != 0) != 0, unit);
   }
 
   // --- a part ---
 
   __device__ __forceinline__ void begin(const Part& part) {
+    centred = this->has_centres(part);
     begin_walk(part);
     if (part.domain == core::kExact) return;
     key_constants.get(info->constants[0]), value_constants.get(info->constants[1]);
@@ -226,7 +231,7 @@ struct TileProducer : TileBlock<S> {
       keys.wait_empty();
       const int tile = kPlan.keys + keys.stage() * Block::kKeyTile;
       if (warp == 0) find_factors(raw, name, unit);
-      if (warp == kWarps - 1 && lane < D / 32 && this->is_centred()) {
+      if (warp == kWarps - 1 && lane < D / 32 && centred) {
         constexpr Format kFormat = codec::kCentreFormat;
         prefill::Unit<kFormat> centre;
         load_words<16>(raw + kRawCentre + 16 * lane, centre.low);
