@@ -12,6 +12,7 @@
 #pragma once
 
 #include "cuda/decode/block.cuh"
+#include "cuda/decode/group.cuh"
 #include "cuda/prefill/rows.cuh"
 #include "cuda/runtime/ring.cuh"
 #include "cuda/runtime/wgmma.cuh"

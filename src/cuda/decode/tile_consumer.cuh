@@ -23,7 +23,17 @@ struct TileConsumer : TileBlock<S> {
   unsigned unseen;     // rows that have seen no key
   float o[D / 2];
 
-  __device__ TileConsumer(const AttendParams& params, std::byte* memory) : Block(params, memory) {}
+  // What products say of the tiles' addresses: lanes 0 and 1 of keys, 2 and 3 of values, 4 of the queries' second
+  // terms. What comes from a lane is the same in all, so that the products' registers, which are all lanes', have it.
+  std::uint32_t operands;
+
+  __device__ TileConsumer(const AttendParams& params, std::byte* memory) : Block(params, memory) {
+    const int stage = lane % kTileStages;
+    const int at = lane < kTileStages       ? kPlan.keys + stage * Block::kKeyTile
+                   : lane < 2 * kTileStages ? kPlan.values + stage * Block::kValueTile
+                                            : kPlan.rests;
+    operands = static_cast<std::uint32_t>(ptx::operand(ptx::shared_address(shared + at), 128));
+  }
   // The block's row that is the thread's row h.
   __device__ int row_at(int h) const { return kH == 2 ? 16 * warp + g + 8 * h : 8 * warp + g; }
 
@@ -54,36 +64,33 @@ struct TileConsumer : TileBlock<S> {
   // --- a page ---
 
   __device__ __forceinline__ void multiply_keys(float (&s)[kScores]) const {
-    const std::uint64_t k = ptx::operand(
-        ptx::shared_address(shared + kPlan.keys) + keys.stage() * static_cast<std::uint32_t>(Block::kKeyTile), 128);
-    const auto step = [](int i, int box) { return ptx::operand_step(i / kBoxSteps * box + i % kBoxSteps * 32); };
+    const std::uint32_t k = __shfl_sync(~0u, operands, keys.stage());
+    const auto step = [](int i, int box) { return i / kBoxSteps * box + i % kBoxSteps * 32; };
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < D / 16; ++i)
-      ptx::Wgmma<kTileKeys, false>::template registers<false>(s, q[i], k + step(i, kBox), i > 0);
+      ptx::Wgmma<kTileKeys, false>::template registers<false>(s, q[i], ptx::operand_at(k, step(i, kBox), 128), i > 0);
     if constexpr (kH == 2) {
-      const std::uint64_t rests = ptx::operand(ptx::shared_address(shared + kPlan.rests), 128);
+      const std::uint32_t rests = __shfl_sync(~0u, operands, 2 * kTileStages);
 #pragma unroll
-      for (int i = 0; i < D / 16; ++i)
-        ptx::Wgmma<kTileKeys, false>::template shared<false>(s, rests + step(i, R * 128), k + step(i, kBox), true);
+      for (int i = 0; i < D / 16; ++i) {
+        ptx::Wgmma<kTileKeys, false>::template shared<false>(s, ptx::operand_at(rests, step(i, R * 128), 128),
+                                                             ptx::operand_at(k, step(i, kBox), 128), true);
+      }
     }
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void add_values(const std::uint32_t (&w)[kPageTokens / 16][4]) {
-    const std::uint64_t v = ptx::operand(
-        ptx::shared_address(shared + kPlan.values) + values.stage() * static_cast<std::uint32_t>(Block::kValueTile),
-        128);
+    const std::uint32_t v = __shfl_sync(~0u, operands, kTileStages + values.stage());
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kPageTokens / 16; ++i)
-      ptx::Wgmma<D, false>::template registers<false>(o, w[i], v + ptx::operand_step(i * 32), true);
+      ptx::Wgmma<D, false>::template registers<false>(o, w[i], ptx::operand_at(v, 32 * i, 128), true);
     ptx::wgmma_commit();
   }
   __device__ void scale_sums(int h, float by) {
 #pragma unroll
-    for (int i = 0; i < D / 4; ++i) {
-      o[i / 2 * 4 + 2 * h + i % 2] *= by;
-    }
+    for (int i = 0; i < D / 4; ++i) o[i / 2 * 4 + 2 * h + i % 2] *= by;
   }
 
   // visit(score, j, h, e) of key 8 j + 2 t + e and row h.
@@ -183,10 +190,10 @@ struct TileConsumer : TileBlock<S> {
       float top = kNone;
       each_score(s, [&](float x, int, int of, int) { top = of == h ? fmaxf(top, x) : top; });
       top = prefill::largest_of_row(top);
-      const bool is_first = (unseen >> h & 1) != 0;
-      if (top == kNone || !(is_first || top > 0.0f)) continue;
-      const float now = m[h] + top, change = now - m[h], alpha = is_first ? 1.0f : ptx::ex2(-change);
-      m[h] = now, unseen &= ~(1u << h);
+      const bool is_first = (unseen >> h & 1) != 0, rises = top != kNone && (is_first || top > 0.0f);
+      const float now = m[h] + (rises ? top : 0.0f), change = now - m[h], alpha = is_first ? 1.0f : ptx::ex2(-change);
+      m[h] = now;
+      if (rises) unseen &= ~(1u << h);
       l[h] *= alpha;
       scale_sums(h, alpha);
       each_score(s, [&](float& x, int, int of, int) { x = of == h ? x - change : x; });
@@ -210,8 +217,10 @@ struct TileConsumer : TileBlock<S> {
 #pragma unroll 1
     while (true) {
       keys.wait_full();
-      const Page page = this->page_here();
-      const int name = same_in_warp(page.name);
+      const int fields = reinterpret_cast<const int*>(&this->page_here())[lane % 4];
+      const auto field = [&](int i) { return __shfl_sync(~0u, fields, i); };
+      const Page page = {field(0), __int_as_float(field(1)), __int_as_float(field(2)), field(3)};
+      const int name = page.name;
       if (name < 0) {
         end_values();
         __syncwarp();

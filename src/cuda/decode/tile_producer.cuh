@@ -191,12 +191,20 @@ struct TileProducer : TileBlock<S> {
     centred = this->has_centres(part);
     begin_walk(part);
     if (part.domain == core::kExact) return;
-    key_constants.get(info->constants[0]), value_constants.get(info->constants[1]);
+    key_constants.get(info->constants[0]);
+    if constexpr (KF != VF) value_constants.get(info->constants[1]);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) queue[i] = ask(part, i);
   }
   __device__ __forceinline__ void take_queries(const Part& part) {
     key_unit = this->query_unit().to_log2 * level_unit(part);
+    std::byte* const mine = shared + kPlan.values + 16 * thread;
+    keep_by_lane(key_constants, mine);
+    if constexpr (KF == VF) {
+      value_constants = key_constants;  // the same registers
+    } else {
+      keep_by_lane(value_constants, mine);
+    }
   }
   static __device__ float level_unit(const Part& part) {
     return part.domain == core::kExact ? 1.0f : 512.0f;  // (to_small_halves)
