@@ -143,6 +143,7 @@ __device__ __forceinline__ void attend_parts(Role& role) {
 
 template <class S>
 __device__ __forceinline__ void attend_tiles(const AttendParams& p, std::byte* shared) {
+  constexpr int kConsumerRegisters = S::kRows > 32 ? 184 : 176;  // all threads begin with 128
   ptx::wait_prerequisites();
   const TileBlock<S> block(p, shared);
   if (threadIdx.x == 0) {
@@ -152,11 +153,11 @@ __device__ __forceinline__ void attend_tiles(const AttendParams& p, std::byte* s
   }
   __syncthreads();
   if (__shfl_sync(~0u, static_cast<int>(threadIdx.x) / (32 * kWarps), 0) == 0) {
-    ptx::give_registers<72>();
+    ptx::give_registers<256 - kConsumerRegisters>();
     TileProducer<S> role(p, shared);
     attend_parts<S>(role);
   } else {
-    ptx::take_registers<184>();
+    ptx::take_registers<kConsumerRegisters>();
     TileConsumer<S> role(p, shared);
     attend_parts<S>(role);
   }
