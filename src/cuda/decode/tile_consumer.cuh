@@ -20,7 +20,7 @@ struct TileConsumer : TileBlock<S> {
 
   std::uint32_t q[D / 16][4];  // the first term of queries; of 32 rows both
   float m[kH], l[kH];  // references, this thread's sums of weights
-  unsigned unseen;     // rows that have seen no key
+  bool unsettled;      // some row of the warp has seen no key yet, or keys far below others only
   float o[D / 2];
 
   // What products say of the tiles' addresses: lanes 0 and 1 of keys, 2 and 3 of values, 4 of the queries' second
@@ -183,19 +183,36 @@ struct TileConsumer : TileBlock<S> {
     for (int h = 0; h < kH; ++h) sum[h] = sums[h][0] + sums[h][1];
   }
 
-  // New references of rows whose scores are far above theirs, or that see their first key.
+  static __device__ __forceinline__ float largest(float (&s)[kScores], int h) {
+    float top = kNone;
+    each_score(s, [&](float x, int, int of, int) { top = of == h ? fmaxf(top, x) : top; });
+    return prefill::largest_of_row(top);
+  }
+  __device__ __forceinline__ void move_reference(int h, float to) {
+    const float alpha = ptx::ex2(m[h] - to);
+    m[h] = to;
+    l[h] *= alpha;
+    scale_sums(h, alpha);
+  }
+  // From scores to what is relative to references, which are then no lower.
+  __device__ __forceinline__ void settle(float (&s)[kScores]) {
+    constexpr float kFar = -4096.0f;  // a score that is relative to less would lose its last digits
+    bool is_far = false;
+#pragma unroll
+    for (int h = 0; h < kH; ++h) {
+      move_reference(h, fmaxf(m[h], largest(s, h)));
+      is_far = is_far || m[h] < kFar;
+    }
+    each_score(s, [&](float& x, int, int h, int) { x -= m[h]; });
+    unsettled = __any_sync(~0u, is_far) != 0;
+  }
+  // New references of rows whose scores are far above them.
   __device__ __forceinline__ void raise(float (&s)[kScores]) {
 #pragma unroll
     for (int h = 0; h < kH; ++h) {
-      float top = kNone;
-      each_score(s, [&](float x, int, int of, int) { top = of == h ? fmaxf(top, x) : top; });
-      top = prefill::largest_of_row(top);
-      const bool is_first = (unseen >> h & 1) != 0, rises = top != kNone && (is_first || top > 0.0f);
-      const float now = m[h] + (rises ? top : 0.0f), change = now - m[h], alpha = is_first ? 1.0f : ptx::ex2(-change);
-      m[h] = now;
-      if (rises) unseen &= ~(1u << h);
-      l[h] *= alpha;
-      scale_sums(h, alpha);
+      const float before = m[h];
+      move_reference(h, before + fmaxf(largest(s, h), 0.0f));
+      const float change = m[h] - before;
       each_score(s, [&](float& x, int, int of, int) { x = of == h ? x - change : x; });
     }
   }
@@ -235,18 +252,16 @@ struct TileConsumer : TileBlock<S> {
 #pragma unroll
         for (int i = 0; i < kScores; i += 4) s[i] += s[i + 2], s[i + 1] += s[i + 3];
       }
-      const bool plain = (name & kPlain) != 0;
+      const bool plain = (name & kPlain) != 0, absolute = !plain || unsettled;
       float centre[kH], off[kH];
 #pragma unroll
       for (int h = 0; h < kH; ++h) {
         const float product = __shfl_sync(~0u, s[kPageTokens / 2 + 2 * h], 0, 4) * page.centre;
-        centre[h] = centred ? product : 0.0f, off[h] = plain ? -m[h] : 0.0f;
+        centre[h] = centred ? product : 0.0f, off[h] = absolute ? 0.0f : -m[h];
       }
       scale_products(s, page, centre, off);
-      if (!plain) {
-        transform_page(part, name, s);
-        each_score(s, [&](float& x, int, int h, int) { x -= m[h]; });
-      }
+      if (!plain) transform_page(part, name, s);
+      if (absolute) settle(s);
       if (page.shrink != 1.0f) {
 #pragma unroll
         for (int h = 0; h < kH; ++h) scale_sums(h, page.shrink);
@@ -255,7 +270,7 @@ struct TileConsumer : TileBlock<S> {
 #pragma unroll 1
       for (bool raised = false;; raised = true) {
         weigh(s, sum, w);
-        bool large = unseen != 0;
+        bool large = false;
 #pragma unroll
         for (int h = 0; h < kH; ++h) large = large || !(sum[h] <= kLargeSum);
         if (raised || !__any_sync(~0u, large)) break;
@@ -273,10 +288,10 @@ struct TileConsumer : TileBlock<S> {
 
   __device__ __forceinline__ bool attend(const Part& part) {
 #pragma unroll
-    for (int h = 0; h < kH; ++h) m[h] = l[h] = 0.0f;
+    for (int h = 0; h < kH; ++h) m[h] = kLowest, l[h] = 0.0f;
 #pragma unroll
     for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
-    unseen = (1u << kH) - 1;
+    unsettled = true;
     const float unit = add_pages(part);
     write(part, unit);
     return this->is_last();
@@ -292,7 +307,7 @@ struct TileConsumer : TileBlock<S> {
       const int r = row_at(h);
       const float sum = prefill::sum_of_row(l[h]);
       if (t == 0) {
-        ml[r] = (unseen >> h & 1) != 0 ? kLowest : m[h];
+        ml[r] = m[h];
         ml[R + r] = info->poisoned[r] != 0 ? __int_as_float(0x7FC00000) : sum;
       }
 #pragma unroll
