@@ -16,7 +16,8 @@ struct TileConsumer : TileBlock<S> {
   static constexpr int kH = R / 32;                   // rows of a thread
   static constexpr int kScores = kTileKeys / 2;       // of a thread, a centre's among them
   static constexpr int kBoxSteps = 4, kBox = kTileKeys * 128;  // steps of a product in a box of channels; its bytes
-  static constexpr float kLargeSum = 16384.0f;
+  // References are below a row's largest score when they move, so that halves hold more of small weights.
+  static constexpr float kLargeSum = 16384.0f, kBelow = 6.0f;
 
   std::uint32_t q[D / 16][4];  // the first term of queries; of 32 rows both
   float m[kH], l[kH];  // references, this thread's sums of weights
@@ -194,13 +195,13 @@ struct TileConsumer : TileBlock<S> {
     l[h] *= alpha;
     scale_sums(h, alpha);
   }
-  // From scores to what is relative to references, which are then no lower.
+  // From scores to what is relative to references.
   __device__ __forceinline__ void settle(float (&s)[kScores]) {
     constexpr float kFar = -4096.0f;  // a score that is relative to less would lose its last digits
     bool is_far = false;
 #pragma unroll
     for (int h = 0; h < kH; ++h) {
-      move_reference(h, fmaxf(m[h], largest(s, h)));
+      move_reference(h, fmaxf(m[h], largest(s, h) - kBelow));
       is_far = is_far || m[h] < kFar;
     }
     each_score(s, [&](float& x, int, int h, int) { x -= m[h]; });
@@ -211,7 +212,7 @@ struct TileConsumer : TileBlock<S> {
 #pragma unroll
     for (int h = 0; h < kH; ++h) {
       const float before = m[h];
-      move_reference(h, before + fmaxf(largest(s, h), 0.0f));
+      move_reference(h, before + fmaxf(largest(s, h) - kBelow, 0.0f));
       const float change = m[h] - before;
       each_score(s, [&](float& x, int, int of, int) { x = of == h ? x - change : x; });
     }
