@@ -35,7 +35,7 @@ struct Attend {
 
   __device__ Attend(const AttendParams& params, std::byte* memory) : p(params), shared(memory) {
     lane = threadIdx.x % 32, warp = same_in_warp(static_cast<int>(threadIdx.x) / 32);
-    if constexpr (S::kByTiles) warp %= BW;  // of its warpgroup
+    if constexpr (S::kByTiles) warp %= BW;  // number in its warpgroup
     __builtin_assume(warp >= 0 && warp < BW);
     g = lane / 4, t = lane % 4;
     team = warp / W, member = warp % W;

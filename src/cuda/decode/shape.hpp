@@ -79,7 +79,9 @@ enum class Way {
   tiles,         // a warpgroup unpacks pages to tiles, which another one multiplies (tile_block.cuh)
 };
 KVANT_HD constexpr int warps_of_team(Way way, Format k, Format v, int width, int column_tiles) {
-  return way == Way::group || way == Way::tiles || way == Way::half_weights ? kWarps : team_warps(k, v, dims_of(width), column_tiles);
+  return way == Way::group || way == Way::tiles || way == Way::half_weights
+             ? kWarps
+             : team_warps(k, v, dims_of(width), column_tiles);
 }
 
 // The shared memory of a block of Way::tiles. Places are in bytes from its begin.

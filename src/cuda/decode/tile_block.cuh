@@ -3,8 +3,8 @@
 // and neither warpgroup waits for the other's chain of steps.
 //
 // Rows. The consumer's products have 64 rows, thread 32 w + 4 g + t has rows g and g + 8 of warp w's sixteen
-// (runtime/wgmma.cuh). Queries are halves in two terms: scores are as exact as the float32 of queries. 64 rows multiply
-// keys twice. Of 32 rows the products' rows g have the first term, and g + 8 the second.
+// (runtime/wgmma.cuh). Queries are halves in two terms: scores are as exact as the float32 of queries. A block of 64
+// rows multiplies keys twice. In a block of 32 the products' rows g have the first term, and g + 8 the second.
 //
 // Scores are relative to a reference of their row, which moves only when some are far above it. Weights are halves in
 // units of value scales that the producer finds. Exact pages, which are parts of their own, become halves in units of
@@ -19,7 +19,7 @@
 
 namespace kvant::cuda {
 
-// What both warpgroups know: threads 0 to 127 are the producer, the others the consumer.
+// The part that both warpgroups have: threads 0 to 127 are the producer, the others the consumer.
 template <class S>
 struct TileBlock : Attend<S> {
   using Base = Attend<S>;
@@ -30,7 +30,7 @@ struct TileBlock : Attend<S> {
   static constexpr int kQueryRow = D + 8;  // floats, in the memory of tiles of keys
   static_assert(D == 128 && S::kValueDim == D && (R == 32 || R == 64) && R * kQueryRow * 4 <= kTileStages * kKeyTile);
 
-  // What a stage of keys is. name: the page's number, shifted, with what is known of it (kSeen, kPlain); -1: the part
+  // A stage of keys. name: the page's number, shifted, with what is known of it (kSeen, kPlain); -1: the part
   // is at an end. shrink: factor of the sums before; at the end the sums' unit. centre: its factor.
   struct alignas(16) Page {
     int name;
@@ -53,14 +53,12 @@ struct TileBlock : Attend<S> {
     ptx::mbarrier_init_fence();
   }
   __device__ Page& page_here() const { return reinterpret_cast<Page*>(shared + kPlan.pages)[keys.stage()]; }
-  // Of tokens 2 i and 2 i + 1 the keys' factors, then the values'.
+  // Place i has the factors of keys 2 i and 2 i + 1, then those of these values.
   __device__ float4* factors_here() const {
     return reinterpret_cast<float4*>(shared + kPlan.factors) + keys.stage() * (kPageTokens / 2);
   }
   __device__ float* query(int r) const { return reinterpret_cast<float*>(shared + kPlan.keys) + r * kQueryRow; }
-  __device__ bool has_centres(const Part& part) const {
-    return part.domain == core::kEncoded && this->is_centred();
-  }
+  __device__ bool has_centres(const Part& part) const { return part.domain == core::kEncoded && this->is_centred(); }
 
   // Queries of a part in their basis, as floats, by all eight warps.
   __device__ __forceinline__ void load_queries(const Part& part) const {
@@ -70,7 +68,7 @@ struct TileBlock : Attend<S> {
     const std::size_t at = static_cast<std::size_t>(p.layer * p.cache.kv_heads + part.kv_head);
     float* room = reinterpret_cast<float*>(shared + kPlan.values) + mine * D;
     float largest = 0.0f;
-    std::uint32_t bits[2][D / 32];  // of this row, and of the next one
+    std::uint32_t bits[2][D / 32];  // this row, and the next one
     this->ask_for_row(part, mine, bits[1]);
 #pragma unroll 1
     for (int r = mine; r < R; r += kAll) {
@@ -101,7 +99,9 @@ struct TileBlock : Attend<S> {
     largest = warp_max(largest);
     if (lane == 0) tops()[mine] = largest;
   }
-  __device__ float* tops() const { return reinterpret_cast<float*>(shared + kPlan.tops); }
+  __device__ float* tops() const {
+    return reinterpret_cast<float*>(shared + kPlan.tops);
+  }
   // A power of two, the same for all rows, brings the largest element to 2^13: what is 2^-24 of that is held, too.
   // Products are multiplied by to_log2, which is positive.
   __device__ __forceinline__ prefill::QueryUnit query_unit() const {

@@ -12,20 +12,21 @@ struct TileConsumer : TileBlock<S> {
   using Block::kPlan;
   using Page = typename Block::Page;
   static constexpr int D = S::kHeadDim, R = S::kRows;
-  static constexpr bool kFinds = true;                // the block's parts
-  static constexpr int kH = R / 32;                   // rows of a thread
-  static constexpr int kScores = kTileKeys / 2;       // of a thread, a centre's among them
+  static constexpr bool kFinds = true;                         // the block's parts
+  static constexpr int kH = R / 32;                            // rows of a thread
+  static constexpr int kScores = kTileKeys / 2;                // a thread's, with a centre's
   static constexpr int kBoxSteps = 4, kBox = kTileKeys * 128;  // steps of a product in a box of channels; its bytes
   // References are below a row's largest score when they move, so that halves hold more of small weights.
   static constexpr float kLargeSum = 16384.0f, kBelow = 6.0f;
 
   std::uint32_t q[D / 16][4];  // the first term of queries; of 32 rows both
-  float m[kH], l[kH];  // references, this thread's sums of weights
-  bool unsettled;      // some row of the warp has seen no key yet, or keys far below others only
+  float m[kH], l[kH];          // references, this thread's sums of weights
+  bool unsettled;              // some row of the warp has seen no key yet, or keys far below others only
   float o[D / 2];
 
-  // What products say of the tiles' addresses: lanes 0 and 1 of keys, 2 and 3 of values, 4 of the queries' second
-  // terms. What comes from a lane is the same in all, so that the products' registers, which are all lanes', have it.
+  // The addresses of tiles as products take them: lanes 0 and 1 have those of keys, 2 and 3 those of values, 4 that of
+  // the queries' second terms. The compiler knows that a number from one lane is the same in all, and computes with it
+  // in uniform registers, where products look for it: 40 instructions a page fewer.
   std::uint32_t operands;
 
   __device__ TileConsumer(const AttendParams& params, std::byte* memory) : Block(params, memory) {
@@ -140,7 +141,8 @@ struct TileConsumer : TileBlock<S> {
         const auto each = [&](auto change) {
           each_score(s, [&](float& x, int j, int of, int e) {
             if (of != h) return;
-            x = change(x, [&] { return static_cast<float>(info->position[r] - first) - static_cast<float>(8 * j + e); });
+            x = change(x,
+                       [&] { return static_cast<float>(info->position[r] - first) - static_cast<float>(8 * j + e); });
           });
         };
         const float center = info->center[r];
@@ -313,8 +315,7 @@ struct TileConsumer : TileBlock<S> {
       }
 #pragma unroll
       for (int j = 0; j < D / 8; ++j) {
-        *reinterpret_cast<float2*>(out + r * D + 8 * j) =
-            make_float2(o[4 * j + 2 * h] * of, o[4 * j + 2 * h + 1] * of);
+        *reinterpret_cast<float2*>(out + r * D + 8 * j) = make_float2(o[4 * j + 2 * h] * of, o[4 * j + 2 * h + 1] * of);
       }
     }
     if (threadIdx.x == 64 * kWarps - 1 && !are_listed(p)) publish(p, part);

@@ -21,17 +21,17 @@ struct TileProducer : TileBlock<S> {
 
   int thread;
   int queue[kAhead];  // names of the pages that come
-  float key_unit;     // of factors of keys
+  float key_unit;     // to be multiplied to factors of keys
 
   __device__ TileProducer(const AttendParams& params, std::byte* memory)
       : Block(params, memory), thread(static_cast<int>(threadIdx.x)) {}
 
-  bool centred;       // keys are
+  bool centred;  // keys are
 
   // --- the pages of the part's domain, in order: lane i knows number base + i, `left` are those still to come ---
   int base, slot, name, pages;
   unsigned left;
-  core::PageRef ahead;  // of number base + 32 + i, on its way
+  core::PageRef ahead;  // number base + 32 + i, on its way
   __device__ __forceinline__ void begin_walk(const Part& part) {
     pages = this->template count_pages<BW>(part);
     base = -32, left = 0, ahead = this->template page_ref<BW>(part, lane);
@@ -99,8 +99,8 @@ struct TileProducer : TileBlock<S> {
   template <bool kValues, int kBits>
   __device__ __forceinline__ int unit_at() const {
     const int octet = thread % 8, piece = thread / 8;
-    if constexpr (kValues) return place_of<true, kBits>(kBits == 8 ? (2 * octet * D + 4 * piece) * 4
-                                                                   : (octet * D + 4 * piece) * kBits);
+    if constexpr (kValues)
+      return place_of<true, kBits>(kBits == 8 ? (2 * octet * D + 4 * piece) * 4 : (octet * D + 4 * piece) * kBits);
     return place_of<false, kBits>((piece / (D / 32) * 8 + octet) * 16 * kBits + piece % (D / 32) * 4 * kBits);
   }
   template <bool kValues, int kBits>
@@ -158,8 +158,8 @@ struct TileProducer : TileBlock<S> {
   struct ValueUnit {
     float unit = 1e-30f, inverse = 1e30f;  // moves only when scales are large
   };
-  // What the consumer needs beside tiles, by a warp, which has the scales of tokens 2 lane and 2 lane + 1. A value whose
-  // scale is not finite poisons those who see its key; to others it is 0.
+  // The page as the consumer sees it beside its tiles, by a warp, which has the scales of tokens 2 lane and 2 lane + 1.
+  // A value whose scale is not finite poisons those who see its key; to others it is 0.
   __device__ __forceinline__ void put_factors(float2 key, float2 value, int name, float centre, bool refuses,
                                               ValueUnit& unit) const {
     key.x *= key_unit, key.y *= key_unit;
@@ -247,8 +247,7 @@ struct TileProducer : TileBlock<S> {
         put_key<kFormat>(tile, kPageTokens, lane, centre, Constants<kFormat>{});
       }
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
-        put_key<KF>(tile, 32 * n + 8 * warp + thread % 8, lane / 8, key[n], key_constants);
+      for (int n = 0; n < 2; ++n) put_key<KF>(tile, 32 * n + 8 * warp + thread % 8, lane / 8, key[n], key_constants);
       prefill::Unit<VF> value[2];
 #pragma unroll
       for (int n = 0; n < 2; ++n) load_unit<true, VF>(raw, n, value[n]);
