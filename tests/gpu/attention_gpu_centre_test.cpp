@@ -120,6 +120,7 @@ TEST(GpuCentred, AKeyBias) {
       s.key_offset = offset;
       const GpuWorld w(s);
       const std::tuple<const char*, Dtype, double> cases[] = {{core::kDecodeKernels, Dtype::f32, 3e-3},
+                                                              {core::kDecodeSm90, Dtype::f32, 3e-3},
                                                               {core::kPrefillSm90, Dtype::f16, 3e-3},
                                                               {core::kPrefillSm90, Dtype::f32, 1e-2},
                                                               {core::kPrefillSm80, Dtype::f32, 1e-2}};
