@@ -1,6 +1,7 @@
-// Several queries a sequence on Hopper: a block is one warpgroup, whose products are wgmma's.
+// Several queries a sequence on Hopper, 16 rows: a block is one warpgroup, whose products are wgmma's. (tile_block.cuh has
+// more rows.)
 //
-// A page is unpacked once for all rows of the block, up to 64, by each thread for its own part of the register operand:
+// A page is unpacked once for all rows of the block, by each thread for its own part of the register operand:
 // levels do not pass through shared memory. Keys are as in kernels of one warp's products (tile/tiles.cuh): u8 levels
 // by two s8 digits of each query, exact sums. Values are f16 levels, exact, by f16 weights, with f32 sums: these need
 // not be folded page by page, so that a row costs little. Weights are relative to a reference that moves only when some
@@ -177,12 +178,11 @@ __device__ __forceinline__ void keep_by_lane(Constants<F>& k, std::byte* mine) {
 }
 
 // Where this lane's weights of a token begin in the operand, which is swizzled: two tokens in two rows, one below the
-// other. (With 64 rows they are two pieces, side by side but for the swizzle.)
-template <int NT>
+// other.
 __device__ __forceinline__ int weight_place(int warp, int g, int t, int h) {
-  constexpr int kRow = 8 * NT;  // bytes
+  constexpr int kRow = 32;  // bytes
   const int row = 32 * (g / 4) + 16 * (warp / 2) + 8 * (warp % 2) + 2 * (g % 4) + h;
-  const int swap = kRow == 128 ? row & 7 : kRow == 64 ? row >> 1 & 3 : row >> 2 & 1, at = 2 * NT * t;
+  const int swap = row >> 2 & 1, at = 8 * t;
   return row * kRow + (((at / 16) ^ swap) * 16 + at % 16);
 }
 
@@ -190,31 +190,17 @@ __device__ __forceinline__ int weight_place(int warp, int g, int t, int h) {
 template <class S>
 __device__ __forceinline__ void Attend<S>::store_group_weights(std::byte* to, const int (&places)[2],
                                                                const float (&e)[NT][2], const float (&v)[2]) const {
-  constexpr int kPiece = NT >= 8 ? 16 : 2 * NT;  // bytes
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-#pragma unroll
-    for (int i = 0; i < 2 * NT / kPiece; ++i) {
-      std::uint32_t x[kPiece / 4];
-#pragma unroll
-      for (int j = 0; j < kPiece / 4; ++j) {
-        const int n = i * (kPiece / 2) + 2 * j;
-        x[j] = ptx::f16x2(e[n][h] * v[h], e[n + 1][h] * v[h]);
-      }
-      std::byte* place = to + (i == 0 ? places[h] : places[h] ^ 16);
-      if constexpr (kPiece == 16) {
-        *reinterpret_cast<uint4*>(place) = make_uint4(x[0], x[1], x[2], x[3]);
-      } else {
-        *reinterpret_cast<uint2*>(place) = make_uint2(x[0], x[1]);
-      }
-    }
+    *reinterpret_cast<uint2*>(to + places[h]) =
+        make_uint2(ptx::f16x2(e[0][h] * v[h], e[1][h] * v[h]), ptx::f16x2(e[2][h] * v[h], e[3][h] * v[h]));
   }
 }
 
 // All pages of a part, and its partial. Returns is_last().
 template <class S>
 __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots slots) {
-  static_assert(is_integer(KF) && is_integer(VF) && D == 128 && DV == D && (NT == 4 || NT == 8 || NT == 16));
+  static_assert(is_integer(KF) && is_integer(VF) && D == 128 && DV == D && NT == 4);
   constexpr int kTiles = D / 64, kWeightBytes = kPageTokens * R * 2;
   constexpr float kLargeSum = 16384.0f, kLargeScale = 2.0f;
   auto& room = *reinterpret_cast<GroupScratch<S>*>(scratch);
@@ -245,7 +231,7 @@ __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots sl
   const std::uint32_t weight_operand = ptx::operand_low(ptx::shared_address(weights));
   int places[2];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) places[h] = __shfl_sync(~0u, weight_place<NT>(warp, g, t, h), lane);  // computed once
+  for (int h = 0; h < 2; ++h) places[h] = __shfl_sync(~0u, weight_place(warp, g, t, h), lane);  // computed once
   const auto get = [](const float* from, float(&to)[NT]) {
 #pragma unroll
     for (int n = 0; n < NT; n += 4) {
