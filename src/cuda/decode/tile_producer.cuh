@@ -122,20 +122,29 @@ struct TileProducer : TileBlock<S> {
   }
 
   // 32 channels of a key, `piece` of four, to its row of a tile.
-  template <Format F>
-  __device__ __forceinline__ void put_key(int tile, int token, int piece, const prefill::Unit<F>& unit,
-                                          const Constants<F>& constants) const {
+  __device__ __forceinline__ void put_key(int tile, int token, int piece, const prefill::Unit<KF>& unit) const {
     const int at = tile + prefill::place_by_token<D, kTileKeys>(token, 4 * piece);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       std::uint32_t x[8];
-      prefill::levels<F, false, true>(unit, half, constants, x);
+      prefill::levels<KF, false, true>(unit, half, key_constants, x);
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         *reinterpret_cast<uint4*>(shared + (at ^ 16 * (2 * half + k))) =
             make_uint4(x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]);
       }
     }
+  }
+  // Eight channels of the centre a lane.
+  __device__ __forceinline__ void put_centre(int tile, const std::byte* centre) const {
+    constexpr Format kFormat = codec::kCentreFormat;
+    static_assert(plane_bits(kFormat, 0) == 4 && plane_bits(kFormat, 1) == 2);
+    const std::uint32_t low[2] = {reinterpret_cast<const std::uint32_t*>(centre)[lane], 0};
+    const std::uint32_t high = reinterpret_cast<const std::uint16_t*>(centre + D / 2)[lane];
+    std::uint32_t x[8];  // the first four have them
+    to_small_halves<kFormat>(unpack<kFormat>(low, high, Constants<kFormat>{}), x);
+    *reinterpret_cast<uint4*>(shared + tile + prefill::place_by_token<D, kTileKeys>(kPageTokens, lane)) =
+        make_uint4(x[0], x[1], x[2], x[3]);
   }
   // Eight tokens of four channels from 4 `group` on.
   __device__ __forceinline__ void put_values(int tile, int octet, int group, const prefill::Unit<VF>& unit) const {
@@ -239,15 +248,9 @@ struct TileProducer : TileBlock<S> {
       keys.wait_empty();
       const int tile = kPlan.keys + keys.stage() * Block::kKeyTile;
       if (warp == 0) find_factors(raw, name, unit);
-      if (warp == kWarps - 1 && lane < D / 32 && centred) {
-        constexpr Format kFormat = codec::kCentreFormat;
-        prefill::Unit<kFormat> centre;
-        load_words<16>(raw + kRawCentre + 16 * lane, centre.low);
-        load_words<8>(raw + kRawCentre + D / 2 + 8 * lane, centre.high);
-        put_key<kFormat>(tile, kPageTokens, lane, centre, Constants<kFormat>{});
-      }
+      if (warp == kWarps - 1 && lane < D / 8 && centred) put_centre(tile, raw + kRawCentre);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) put_key<KF>(tile, 32 * n + 8 * warp + thread % 8, lane / 8, key[n], key_constants);
+      for (int n = 0; n < 2; ++n) put_key(tile, 32 * n + 8 * warp + thread % 8, lane / 8, key[n]);
       prefill::Unit<VF> value[2];
 #pragma unroll
       for (int n = 0; n < 2; ++n) load_unit<true, VF>(raw, n, value[n]);
