@@ -47,7 +47,7 @@ struct TileBlock : Attend<S> {
   }
   __device__ void make_barriers() const {  // by one thread
     for (int i = 0; i < kTileStages; ++i) {
-      ptx::mbarrier_init(keys.full + 8 * i, 32 * kWarps), ptx::mbarrier_init(values.full + 8 * i, 32 * kWarps);
+      ptx::mbarrier_init(keys.full + 8 * i, kWarps), ptx::mbarrier_init(values.full + 8 * i, kWarps);
       ptx::mbarrier_init(keys.empty + 8 * i, kWarps), ptx::mbarrier_init(values.empty + 8 * i, kWarps);
     }
     ptx::mbarrier_init_fence();

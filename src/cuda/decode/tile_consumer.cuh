@@ -248,6 +248,7 @@ struct TileConsumer : TileBlock<S> {
         keys.next();
         return page.shrink;
       }
+      ptx::fence_for_products();
       multiply_keys(s);
       end_values();
       adds = true;
@@ -285,6 +286,7 @@ struct TileConsumer : TileBlock<S> {
       keys.arrive_empty();
       keys.next();
       values.wait_full();
+      ptx::fence_for_products();
       add_values(w);
     }
   }

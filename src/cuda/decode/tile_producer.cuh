@@ -194,6 +194,14 @@ struct TileProducer : TileBlock<S> {
                 __any_sync(~0u, (k & 0x80008000u) != 0) != 0, unit);
   }
 
+  // The consumer makes the fence between what is stored here and its products: here it would wait for the copies that
+  // are on their way.
+  __device__ __forceinline__ void filled(Ring<kTileStages, false, true>& ring) const {
+    __syncwarp();
+    if (lane == 0) ring.arrive_full();
+    ring.next();
+  }
+
   // --- a part ---
 
   __device__ __forceinline__ void begin(const Part& part) {
@@ -227,8 +235,7 @@ struct TileProducer : TileBlock<S> {
     }
     keys.wait_empty();
     if (thread == 0) this->page_here() = {-1, unit.unit * level_unit(part), 0.0f, 0};
-    keys.arrive_full();
-    keys.next();
+    filled(keys);
     return this->is_last();
   }
   __device__ __forceinline__ void bring_encoded(const Part& part, ValueUnit& unit) {
@@ -254,17 +261,13 @@ struct TileProducer : TileBlock<S> {
       prefill::Unit<VF> value[2];
 #pragma unroll
       for (int n = 0; n < 2; ++n) load_unit<true, VF>(raw, n, value[n]);
-      ptx::fence_for_products();
-      keys.arrive_full();
-      keys.next();
+      filled(keys);
       values.wait_empty();
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         put_values(kPlan.values + values.stage() * Block::kValueTile, thread % 8, 16 * n + thread / 8, value[n]);
       }
-      ptx::fence_for_products();
-      values.arrive_full();
-      values.next();
+      filled(values);
     }
     ptx::copy_wait<0>();
   }
@@ -325,9 +328,7 @@ struct TileProducer : TileBlock<S> {
         put_factors(reinterpret_cast<const float2*>(exact_units(0))[lane],
                     reinterpret_cast<const float2*>(exact_units(1))[lane], page.y, 0.0f, false, unit);
       }
-      ptx::fence_for_products();
-      keys.arrive_full();
-      keys.next();
+      filled(keys);
       values.wait_empty();
       // Rows of tokens to rows of channels: eight tokens of a channel at a time.
       const std::byte* column = shared + kPlan.raw + 2 * thread;
@@ -343,9 +344,7 @@ struct TileProducer : TileBlock<S> {
         *reinterpret_cast<uint4*>(shared + kPlan.values + values.stage() * Block::kValueTile +
                                   prefill::place_by_channel(thread, octet)) = make_uint4(x[0], x[1], x[2], x[3]);
       }
-      ptx::fence_for_products();
-      values.arrive_full();
-      values.next();
+      filled(values);
     }
   }
 };
