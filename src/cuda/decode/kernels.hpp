@@ -24,8 +24,8 @@ struct AttendKernel {
   bool by_group;                    // products are a warpgroup's: for several queries, on Hopper (decode/group.cuh)
   bool half_weights = false;        // for several queries (weights.cuh)
   bool one_stage = false;           // for both sides of a page: where the usual kernel does not fit
-  int producers = 0;                // warps of a block that unpack pages for the others (decode/tile_block.cuh)
-  [[nodiscard]] constexpr int warps() const { return team * teams + producers; }
+  bool has_producer = false;        // as many warps of a block unpack pages for the others (decode/tile_block.cuh)
+  [[nodiscard]] constexpr int warps() const { return (has_producer ? 2 : 1) * team * teams; }
   [[nodiscard]] constexpr bool has_eight_warps() const { return team * teams > kAttendWarps; }  // for short work
 };
 

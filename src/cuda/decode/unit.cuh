@@ -20,7 +20,7 @@ AttendKernel entry_of(void (*kernel)(AttendParams)) {
           .by_group = S::kByGroup,
           .half_weights = S::kHalfWeights,
           .one_stage = S::kOneStage,
-          .producers = S::kByTiles ? kWarps : 0};
+          .has_producer = S::kByTiles};
 }
 template <Format KF, Format VF, int kWidth, int NT>
 AttendKernel attend_entry() {

@@ -201,20 +201,20 @@ std::string DecodeStage::explain() const {
   if (!why_.empty()) fmt::format_to(out, "           {}\n", why_);
   fmt::format_to(out, "products   keys {}, values {}\n",
                  is_generic_               ? "decoded to f32, multiply-adds in f32"
-                 : kernel_.producers > 0   ? "f16 levels by queries of two f16 terms, f32 sums"
+                 : kernel_.has_producer    ? "f16 levels by queries of two f16 terms, f32 sums"
                  : codec::is_tq(kernel_.k) ? "u8 levels by s8 query digits, exact sums"
                                            : "16-bit floats, f32 sums",
                  is_generic_ ? "the same; multiply-adds, not the cache's bytes, set the time"
                  : kernel_.by_group || kernel_.half_weights ? "f16 levels by weights rounded to f16, f32 sums"
                  : codec::is_tq(kernel_.v)                  ? "u8 levels by s8 weight digits, exact sums a page"
                                                             : "16-bit floats, f32 sums");
-  fmt::format_to(
-      out, "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each{}\n", p.blocks,
-      resident_, kernel_.warps(), kernel_.team, shared_bytes_,
-      is_generic_             ? ""
-      : kernel_.producers > 0 ? fmt::format("; {} of the warps unpack pages for the others", kernel_.producers)
-      : kernel_.one_stage     ? ", a page's keys and values take turns in it"
-                              : fmt::format(", where exact pages pass by {} of 4 pieces at once", p.exact_stages));
+  fmt::format_to(out, "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each{}\n",
+                 p.blocks, resident_, kernel_.warps(), kernel_.team, shared_bytes_,
+                 is_generic_            ? ""
+                 : kernel_.has_producer ? "; half of the warps unpack pages for the others"
+                 : kernel_.one_stage
+                     ? ", a page's keys and values take turns in it"
+                     : fmt::format(", where exact pages pass by {} of 4 pieces at once", p.exact_stages));
   fmt::format_to(
       out,
       "items      {} of {:.1f} pages each at the planned lengths (an exact page counts {}); up to {} for one "
