@@ -1,4 +1,4 @@
-"""What tests of conversations have in common: models, prompts, caches."""
+"""Models, prompts and caches that tests of conversations have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of a model's identity have in common."""
+"""Models and prompts that tests of a model's identity have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cache knows of its conversation: prompts are compared with its token ids, also in files and prefixes."""
+"""A cache knows its conversation: prompts are compared with its token ids, also in files and prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cache knows of its conversation: positions of images are its own, also in files."""
+"""A cache knows its conversation: positions of images are its own, also in files."""
 
 from __future__ import annotations
 
