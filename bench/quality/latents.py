@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What formats of a latent cache (MLA) cost a model: KL divergence from the exact model, on a CPU.
+"""The cost of a latent cache's formats (MLA) to a model: KL divergence from the exact model, on a CPU.
 
     python bench/quality/train_latents.py FOLDER      # a GPU's two minutes; or any model of DeepSeek V2's kind
     python bench/quality/latents.py FOLDER --positions 2000

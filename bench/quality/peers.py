@@ -130,8 +130,13 @@ def exact_cache(model: Any, ids: torch.Tensor) -> DynamicCache:
     return cache
 
 
+def largest(given: DynamicCache) -> list[tuple[float, float]]:
+    """The largest magnitude of each layer's keys and values."""
+    return [(float(layer.keys.abs().max()), float(layer.values.abs().max())) for layer in given.layers]
+
+
 class Sizes(NamedTuple):
-    """What each layer stores of a token."""
+    """The numbers of a token that each layer stores."""
 
     layers: int
     heads: int
@@ -184,10 +189,7 @@ def peers(config: Any, given: DynamicCache, families: Iterable[str]) -> tuple[li
                 left.append(f"{name}, rotated: {reason}")
     if "e4m3" in families:
         once("e4m3", "e4m3, scale 1.0", 8, [(e4m3(1.0),) * 2] * count)
-        # A layer's largest magnitude of keys, and of values, becomes the largest number of e4m3.
-        scales = [
-            tuple(e4m3(float(x.abs().max()) / E4M3_MOST) for x in (layer.keys, layer.values)) for layer in given.layers
-        ]
+        scales = [tuple(e4m3(most / E4M3_MOST) for most in layer) for layer in largest(given)]
         once("e4m3", "e4m3, calibrated scales", 8, scales)
     return found, left
 

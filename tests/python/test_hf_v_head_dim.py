@@ -70,9 +70,9 @@ def test_reports_are_true_before_the_first_token(model):
     if kind == "mimo_v2_flash":
         assert [(r.kv_heads, r.head_dim, r.v_head_dim) for r in before.rows] == [(4, 48, 40), (2, 48, 40)]
         assert "4 x 48/40" in str(before) and not any(r.reason for r in before.rows)
-    else:  # both parts are keys
+    else:
         lora = model.config.kv_lora_rank
-        assert {(r.kv_heads, r.head_dim, r.v_head_dim, r.k, r.v) for r in before.rows} == {(1, lora, 16, "tq6", "tq6")}
+        assert {(r.kv_heads, r.head_dim, r.v_head_dim, r.k, r.v) for r in before.rows} == {(1, lora, 16, "tq6", "tq8")}
         assert all("the model expands" in r.reason for r in before.rows)
         assert "prompts by torch over expanded latents" in str(after)
     row = after.rows[1]

@@ -203,8 +203,8 @@ class KvantCache(versions.Cache):
             if reason is not None:
                 return None, reason
             options.update(capacity)
-        if geometry.latent:  # scores follow from both parts
-            options["v"] = s.k
+        if geometry.latent:
+            options["v"] = s.rotary
         if s.bases is not None:
             options.update(bases=s.bases, basis_layers=members, k_basis="calibrated", v_basis="calibrated")
         try:
