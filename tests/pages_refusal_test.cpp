@@ -283,26 +283,32 @@ TEST(PagesRefusals, TablesOfAStep) {
 // Only remembers; what a real one computes is in tests/gpu.
 struct Seen {
   int writes = 0, tables = 0, runs = 0, steps = 0;
-  core::DeviceBlocksConfig config;
+  int device = -1;
   PagesPlanOptions options;
 } seen;
 
-class FakePlan final : public core::DeviceBlockPlan {
+class FakePlan final : public PagesPlanImpl {
  public:
+  using PagesPlanImpl::PagesPlanImpl;
   Status set_tables(const StepTables&, Stream) override { return ++seen.tables, Status(); }
-  Status run(const BlockPool&, const TensorView&, const MutableTensorView&, const core::FreshRows&,
-             const RunOptions&) const override {
-    return ++seen.runs, Status();
-  }
   Result<bool> take_errors(Stream) override { return true; }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return 640; }
+  [[nodiscard]] const char* isa() const noexcept override { return "fake"; }
   [[nodiscard]] const char* kernel() const noexcept override { return "decode"; }
   [[nodiscard]] int products() const noexcept override { return 16; }
-  [[nodiscard]] std::string explain() const override { return "kernel     remembers\n"; }
+  [[nodiscard]] int threads() const noexcept override { return 0; }
+
+ private:
+  Status attend(const BlockPool&, const TensorView&, const MutableTensorView&, const core::FreshRows&,
+                const RunOptions&) override {
+    return ++seen.runs, Status();
+  }
+  [[nodiscard]] std::string explain_work() const override { return "kernel     remembers\n"; }
 };
 
-class FakeBlocks final : public core::DeviceBlocks {
+class FakePages final : public PagesImpl {
  public:
+  using PagesImpl::PagesImpl;
   Status write(const BlockPool&, const TensorView&, const TensorView&, const std::int64_t*, std::int64_t,
                Stream) const override {
     return ++seen.writes, Status();
@@ -317,9 +323,11 @@ class FakeBlocks final : public core::DeviceBlocks {
   Result<bool> take_non_finite(Stream) const override { return true; }
   Status begin_step(const StepTables&, Stream) const override { return ++seen.steps, Status(); }
   Result<std::int64_t> take_misses(Stream) const override { return 3; }
-  Result<std::unique_ptr<core::DeviceBlockPlan>> plan(const PagesPlanOptions& options) const override {
+
+ private:
+  Result<std::unique_ptr<PagesPlanImpl>> make_plan(PagesPlanOptions options) const override {
     seen.options = options;
-    return std::unique_ptr<core::DeviceBlockPlan>(std::make_unique<FakePlan>());
+    return std::unique_ptr<PagesPlanImpl>(std::make_unique<FakePlan>(shared_from_this(), std::move(options)));
   }
 };
 
@@ -327,11 +335,11 @@ constexpr core::DeviceBackend kFakeBackend{
     .name = "cuda",
     .detail = [] { return std::string(); },
     .unavailable = [] { return std::string(); },
-    .make_pages = nullptr,
+    .make_cache = nullptr,
     .make_plan = nullptr,
-    .make_blocks = [](const core::DeviceBlocksConfig& c) -> Result<std::unique_ptr<core::DeviceBlocks>> {
-      seen.config = c;
-      return std::unique_ptr<core::DeviceBlocks>(std::make_unique<FakeBlocks>());
+    .make_pages = [](const PagesSpec& s) -> Result<std::shared_ptr<const PagesImpl>> {
+      seen.device = s.device;
+      return std::shared_ptr<const PagesImpl>(std::make_shared<FakePages>(s));
     }};
 
 TEST(PagesOnADevice, ArgumentsAreCheckedBeforeTheBackendSeesThem) {
@@ -342,12 +350,12 @@ TEST(PagesOnADevice, ArgumentsAreCheckedBeforeTheBackendSeesThem) {
   absent.unavailable = [] { return std::string("there is none"); };
   EXPECT_TRUE(refuses(PagesImpl::create(c, &absent).status(), Code::unsupported, {"there is none"}));
   absent = kFakeBackend;
-  absent.make_blocks = nullptr;
+  absent.make_pages = nullptr;
   EXPECT_TRUE(refuses(PagesImpl::create(c, &absent).status(), Code::unsupported, {"cuda:3"}));
 
   const auto impl = PagesImpl::create(c, &kFakeBackend).value();
-  EXPECT_EQ(seen.config.device, 3);
-  EXPECT_EQ(seen.config.v_basis, BasisKind::hadamard);
+  EXPECT_EQ(seen.device, 3);
+  EXPECT_EQ(impl->spec().config.v_basis, BasisKind::hadamard);
   EXPECT_TRUE(impl->take_non_finite({}).value());
   const auto planned = [&](auto change) {
     PagesPlanOptions o;
@@ -368,7 +376,7 @@ TEST(PagesOnADevice, ArgumentsAreCheckedBeforeTheBackendSeesThem) {
 
   EnginePool pool(Pages::create(geometry("tq4", "tq6", 64)).value(), {.blocks = 1});
   std::vector<float> q(2 * 4 * 64);
-  alignas(64) std::byte workspace[640];
+  alignas(64) std::byte workspace[704];
   const TensorView q_view = TensorView::of(q.data(), 2, 4, 64);
   const MutableTensorView out = MutableTensorView::of(q.data(), 2, 4, 64);
   EXPECT_TRUE(refuses(plan.run(pool.view, q_view, out), Code::invalid_argument, {"workspace has 0 bytes", "640"}));
@@ -377,6 +385,13 @@ TEST(PagesOnADevice, ArgumentsAreCheckedBeforeTheBackendSeesThem) {
   with.executor.execute = [](void*, int, void (*)(void*, int), void*) {};
   EXPECT_TRUE(refuses(plan.run(pool.view, q_view, out, with), Code::invalid_argument, {"executor"}));
   with.executor = {};
+  with.workspace = std::span(workspace).subspan(32, 640);
+  EXPECT_TRUE(refuses(plan.run(pool.view, q_view, out, with), Code::invalid_argument, {"workspace is not aligned"}));
+  with.workspace = std::span(workspace).first(640);
+  BlockPool apart = pool.view;
+  apart.head_stride += 64, apart.block_stride += 2 * 64;
+  EXPECT_TRUE(refuses(plan.run(apart, q_view, out, with), Code::unsupported, {"head_stride", "follow one another"}));
+  EXPECT_EQ(seen.runs, 0);
   EXPECT_TRUE(plan.run(pool.view, q_view, out, with).ok());
   EXPECT_EQ(seen.runs, 1);
   EXPECT_TRUE(refuses(plan.set_tables({.batch = 3}), Code::invalid_argument, {"batch is 3"}));

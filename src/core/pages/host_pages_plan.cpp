@@ -1,6 +1,5 @@
 // Attention over an engine's blocks in host memory.
 #include <algorithm>
-#include <iterator>
 
 #include "core/fmt.hpp"
 #include "core/pages/host_pages.hpp"
@@ -119,8 +118,8 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
   return {};
 }
 
-Status HostPagesPlan::run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
-                          const FreshRows& fresh, const RunOptions& run_options) {
+Status HostPagesPlan::attend(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
+                             const FreshRows& fresh, const RunOptions& run_options) {
   if (!is_set_) return refuse_argument("the plan has no tables: call set_tables before the runs of a step");
   if (!run_options.workspace.empty())
     return refuse_argument("workspace is given: a plan in host memory has its own; leave it empty");
@@ -147,23 +146,13 @@ Status HostPagesPlan::run(const BlockPool& pool, const TensorView& q, const Muta
   return lists_.run(where, {}, q, out, run_options);
 }
 
-std::string HostPagesPlan::explain() const {
-  const CacheSpec& spec = pages().spec();
-  const PagesPlanOptions& o = options();
-  std::string s;
-  const auto to = std::back_inserter(s);
-  fmt::format_to(to, "pages      an engine's blocks of {} tokens, {}/{}, {}, {} kv heads, {} bytes each\n", kPageTokens,
-                 format_info(spec.k).name, format_info(spec.v).name, spec.head_dim_words(), spec.config.kv_heads,
-                 spec.encoded.block_bytes);
-  fmt::format_to(to, "limits     {} sequences of {} blocks, {} queries each and {} in all\n", o.max_batch, o.max_blocks,
-                 o.max_query_len, o.max_tokens);
-  s += pages().tail().explain(spec.config.kv_heads);
-  s += lists_.explain_backend();
-  s += fresh_line(o.attention);
+std::string HostPagesPlan::explain_work() const {
+  const std::string s = lists_.explain_backend() + fresh_line(options().attention);
   if (!is_set_) return s + "batch      none yet (set_tables)\n";
-  fmt::format_to(to, "batch      {} sequence(s) with queries, {} queries, {} keys encoded, {} exact\n",
-                 lists_.planned.size(), queries_, keys_[kEncoded], keys_[kExact]);
-  return s + lists_.explain_items();
+  return s +
+         fmt::format("batch      {} sequence(s) with queries, {} queries, {} keys encoded, {} exact\n",
+                     lists_.planned.size(), queries_, keys_[kEncoded], keys_[kExact]) +
+         lists_.explain_items();
 }
 
 }  // namespace kvant::core

@@ -115,7 +115,7 @@ cudaError_t prepare_imported(const WriteParams&, const DeviceLimits&) {
   return cudaFuncGetAttributes(&attributes, imported_kernel);
 }
 
-cudaError_t launch_imported(WriteParams& params, std::int32_t, const DeviceLimits& limits, cudaStream_t stream) {
+cudaError_t launch_imported(WriteParams& params, const DeviceLimits& limits, cudaStream_t stream) {
   const std::int64_t blocks = std::int64_t{params.items} * params.cache.kv_heads * 2 * kOctets;
   if (blocks > 0x7FFFFFFF) return cudaErrorInvalidValue;  // rows of half a terabyte
   const Launch launch(static_cast<unsigned>(blocks), 32, stream, limits.overlaps());

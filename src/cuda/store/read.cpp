@@ -128,17 +128,4 @@ Status Store::receive_slots(core::Pool pool, std::span<const std::int32_t> slots
   return transfer_.direct(cudaMemcpyHostToDevice, slot_bytes(pool), to, from, done, native(stream));
 }
 
-Result<bool> Store::take_non_finite(Stream stream) {
-  const Current current(config_.device);
-  std::uint32_t flag = 0;
-  const auto fetch = [&]() -> Status {
-    KVANT_CUDA_TRY(cudaMemcpyAsync(&flag, non_finite_, sizeof(flag), cudaMemcpyDeviceToHost, native(stream)));
-    KVANT_CUDA_TRY(cudaMemsetAsync(non_finite_, 0, sizeof(flag), native(stream)));
-    KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
-    return {};
-  };
-  if (Status s = fetch(); !s) return s;
-  return flag != 0;
-}
-
 }  // namespace kvant::cuda
