@@ -1,4 +1,4 @@
-// What the kernels for few tokens share: a warp a block.
+// The common part of the kernels for few tokens: a warp a block.
 #pragma once
 
 #include "cuda/append/page_centre.cuh"

@@ -7,11 +7,11 @@
 
 namespace kvant::cuda {
 
-// Tokens up to which the kernels for few take a write. Of a sequence's step, without and with a tail: then a page that
-// leaves it gets no rows.
+// The most tokens that the kernels for few take. A cache without a tail and with a tail, tokens of one sequence: then a
+// page that leaves the tail gets no rows.
 inline constexpr int kStepRows = 4, kTailStepRows = kPageTokens - 1;
-// Of slots; the second: where sequences may fill blocks, of whose keys every warp of a token would find the mean, and
-// few tokens to encode are alone: a team does these one after another.
+// Slots, all tokens; the second: where sequences may fill blocks, of whose keys every warp of a token would find the
+// mean, and few tokens to encode are alone: a team does these one after another.
 inline constexpr int kFewSlots = kListedRows, kFewLongSlots = 256;
 // Blocks of a multiprocessor where counts are on the device: that look for pages to encode, that store rows of exact
 // pages, that find centres of blocks, and that do what a part of the write begins, of sequences and of slots.

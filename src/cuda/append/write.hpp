@@ -1,10 +1,10 @@
 // The parameters of a launch that writes pages: those of a cache's sequences, or blocks of an engine's pool, which are
 // pages that slots name (kvant/pages.hpp). Host and device.
 //
-// The unit of a write is a job: tokens of a page, the rows that they are made of (the call's, an exact page's, or both),
-// the page's address, and the rule of its keys' centre (codec/centre.hpp). Jobs come from three lists:
+// The unit of a write is a job: tokens of a page, the rows that they are made of (the call's, those of an exact page, or
+// both), the page's address, and the rule of its keys' centre (codec/centre.hpp). Jobs come from three lists:
 //
-//   items    pages that the steps of sequences may touch (append/touched_pages.cuh). Which of them a step does touch is
+//   items    pages that the steps of sequences may touch (append/touched_pages.cuh). Which of them a step touches is
 //            known on the device only (a replayed launch meets other lengths), so the host counts the most that so many
 //            tokens can touch: item i of a sequence is page step_begin / 64 - tail_pages + i; those without work are
 //            passed over
@@ -13,9 +13,9 @@
 //            say which these are
 //   copies   blocks that are encoded from their exact copies, of one layer or of all
 //
-// Few tokens have kernels of one warp a block, which start soon: (page, kv head, side) or (octet of it) in a cache
-// (append/write_step.cuh), (token, kv head, side) for slots (append/few_slots.cuh). The words of values have eight
-// tokens, so that their bits are put there by atomic operations.
+// Few tokens have kernels of one warp a block, which start soon: a block has a page, or an octet of it, for one kv head
+// and side in a cache (append/write_step.cuh), and a token for one kv head and side of slots (append/few_slots.cuh). The
+// words of values have eight tokens, so that their bits are put there by atomic operations.
 //
 // Many tokens have a launch each for rows of exact pages, for centres of pages that are encoded whole, and for codes or
 // dense rows, as far as there is such work (append/many.cuh). In the last a team of warps alone does a job of one side,
@@ -110,7 +110,7 @@ struct WriteParams {
   Dtype rounding;                  // what exact pages are rounded to; f32: no rounding
   std::int32_t items, items_each;  // all entries together; each entry, 0 if they differ
   std::int32_t tokens;             // all entries together
-  std::int32_t most_tokens;        // of one entry
+  std::int32_t most_tokens;        // the longest entry
   std::int32_t storing;            // blocks a side of the step kernel that store dense rows, its first ones
   std::int32_t rows;               // that fit shared memory at once
   // Set by a launch:

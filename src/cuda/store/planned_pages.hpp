@@ -1,5 +1,5 @@
-// Pages on a device: a cache's (Store), or blocks that an engine owns (DevicePages). What a plan reads of them, and what
-// both have for their writes.
+// Pages on a device, as plans read them and as writes change them: a cache's (Store), or blocks that an engine owns
+// (DevicePages).
 #pragma once
 
 #include <vector>
