@@ -287,16 +287,14 @@ struct Seen {
   PagesPlanOptions options;
 } seen;
 
-class FakePlan final : public PagesPlanImpl {
+class FakePlan final : public core::DevicePagesPlan {
  public:
-  using PagesPlanImpl::PagesPlanImpl;
+  using DevicePagesPlan::DevicePagesPlan;
   Status set_tables(const StepTables&, Stream) override { return ++seen.tables, Status(); }
   Result<bool> take_errors(Stream) override { return true; }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return 640; }
-  [[nodiscard]] const char* isa() const noexcept override { return "fake"; }
   [[nodiscard]] const char* kernel() const noexcept override { return "decode"; }
   [[nodiscard]] int products() const noexcept override { return 16; }
-  [[nodiscard]] int threads() const noexcept override { return 0; }
 
  private:
   Status attend(const BlockPool&, const TensorView&, const MutableTensorView&, const core::FreshRows&,
@@ -306,9 +304,10 @@ class FakePlan final : public PagesPlanImpl {
   [[nodiscard]] std::string explain_work() const override { return "kernel     remembers\n"; }
 };
 
-class FakePages final : public PagesImpl {
+class FakePages final : public core::DevicePages {
  public:
-  using PagesImpl::PagesImpl;
+  using DevicePages::DevicePages;
+  [[nodiscard]] const char* backend() const noexcept override { return "fake"; }
   Status write(const BlockPool&, const TensorView&, const TensorView&, const std::int64_t*, std::int64_t,
                Stream) const override {
     return ++seen.writes, Status();
@@ -337,8 +336,8 @@ constexpr core::DeviceBackend kFakeBackend{
     .unavailable = [] { return std::string(); },
     .make_cache = nullptr,
     .make_plan = nullptr,
-    .make_pages = [](const PagesSpec& s) -> Result<std::shared_ptr<const PagesImpl>> {
-      seen.device = s.device;
+    .make_pages = [](const PagesSpec& s, int device) -> Result<std::shared_ptr<const PagesImpl>> {
+      seen.device = device;
       return std::shared_ptr<const PagesImpl>(std::make_shared<FakePages>(s));
     }};
 
@@ -372,7 +371,9 @@ TEST(PagesOnADevice, ArgumentsAreCheckedBeforeTheBackendSeesThem) {
   EXPECT_TRUE(seen.options.check_ids);
   EXPECT_EQ(plan.workspace_bytes(), 640u);
   EXPECT_TRUE(plan.take_errors().value());
-  EXPECT_NE(plan.explain().find("cuda:3"), std::string::npos);
+  EXPECT_EQ(plan.explain().find("backend    fake on cuda:3\npages      "), 0u);
+  EXPECT_NE(plan.explain().find("launches are made for these"), std::string::npos);
+  EXPECT_EQ(plan.isa(), std::string("fake"));
 
   EnginePool pool(Pages::create(geometry("tq4", "tq6", 64)).value(), {.blocks = 1});
   std::vector<float> q(2 * 4 * 64);

@@ -4,7 +4,7 @@
 //
 //   DeviceStore   the PageStore (page_store.hpp) of a cache whose config names a device: it has a backend's DeviceCache
 //   DevicePlan    what a plan over such a cache has in place of lists of items for CPU kernels
-//   PagesImpl     pages over memory that an engine owns (pages/impl.hpp): a backend has a class of its own
+//   DevicePages   pages in memory that an engine owns (pages/device_pages.hpp)
 //
 // Every call that takes a stream only enqueues work on it: no allocation on the device, no synchronisation, no
 // read-back. The calling thread's current device is left as it was.
@@ -21,7 +21,7 @@
 
 #include "codec/layout.hpp"
 #include "core/cache/table.hpp"
-#include "core/pages/impl.hpp"
+#include "core/pages/device_pages.hpp"
 #include "core/plan/planned.hpp"
 #include "core/store/memory_pins.hpp"
 #include "core/store/slot_calls.hpp"
@@ -186,7 +186,8 @@ struct DeviceBackend {
   std::string (*unavailable)();  // why it cannot be used on this machine; empty: it can
   Result<std::unique_ptr<DeviceCache>> (*make_cache)(const DeviceCacheConfig& config);
   Result<std::unique_ptr<DevicePlan>> (*make_plan)(const DevicePlanConfig& config);
-  Result<std::shared_ptr<const PagesImpl>> (*make_pages)(const PagesSpec& spec) = nullptr;  // null: has none
+  Result<std::shared_ptr<const PagesImpl>> (*make_pages)(const PagesSpec& spec,
+                                                         int device) = nullptr;  // null: has none
   Status (*merge)(const DevicePartials& partials) = nullptr;
   const MemoryPins* pins = nullptr;                 // null: cannot pin memory of the host
   DeviceBuild (*build)() = nullptr;                 // never starts the driver

@@ -131,7 +131,7 @@ Status HostPages::copy(const BlockPool& pool, const std::int32_t* from, const st
   return {};
 }
 
-Result<std::unique_ptr<PagesPlanImpl>> HostPages::make_plan(PagesPlanOptions options) const {
+Result<std::unique_ptr<PagesPlanImpl>> HostPages::plan(PagesPlanOptions options) const {
   return HostPagesPlan::create(shared_from_this(), std::move(options));
 }
 

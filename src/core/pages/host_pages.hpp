@@ -76,9 +76,9 @@ class HostPages final : public PagesImpl {
   Result<bool> take_non_finite(Stream) const override { return false; }
   Status begin_step(const StepTables& tables, Stream stream) const override;
   Result<std::int64_t> take_misses(Stream) const override { return own_tail_->copies.take_misses(); }
+  Result<std::unique_ptr<PagesPlanImpl>> plan(PagesPlanOptions options) const override;
 
  private:
-  Result<std::unique_ptr<PagesPlanImpl>> make_plan(PagesPlanOptions options) const override;
   // Encodes blocks from their exact copies, in the pools of these layers; those without data are passed over.
   void encode_from_copies(std::span<const base::BlockToEncode> blocks, std::span<const BlockPool> pools) const;
   // The same with those of `blocks` whose codes lack tokens that their copies have, if `pool` is a layer's.
@@ -97,7 +97,10 @@ class HostPagesPlan final : public PagesPlanImpl {
       : PagesPlanImpl(std::move(of), std::move(complete)), lists_(pages().spec(), options().attention) {}
 
   Status set_tables(const StepTables& tables, Stream stream) override;
+  Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out, const FreshRows& fresh,
+             const RunOptions& options) override;
   Result<bool> take_errors(Stream) override { return false; }
+  [[nodiscard]] std::string explain() const override;
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return 0; }
   [[nodiscard]] const char* isa() const noexcept override { return lists_.kernels->name; }
   [[nodiscard]] const char* kernel() const noexcept override { return ""; }
@@ -107,9 +110,6 @@ class HostPagesPlan final : public PagesPlanImpl {
   [[nodiscard]] int threads() const noexcept override { return lists_.workers; }
 
  private:
-  Status attend(const BlockPool& pool, const TensorView& q, const MutableTensorView& out, const FreshRows& fresh,
-                const RunOptions& options) override;
-  [[nodiscard]] std::string explain_work() const override;
   [[nodiscard]] const HostTail* tail() const { return static_cast<const HostPages&>(pages()).own_tail(); }
 
   HostWork lists_;

@@ -118,8 +118,8 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
   return {};
 }
 
-Status HostPagesPlan::attend(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
-                             const FreshRows& fresh, const RunOptions& run_options) {
+Status HostPagesPlan::run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
+                          const FreshRows& fresh, const RunOptions& run_options) {
   if (!is_set_) return refuse_argument("the plan has no tables: call set_tables before the runs of a step");
   if (!run_options.workspace.empty())
     return refuse_argument("workspace is given: a plan in host memory has its own; leave it empty");
@@ -146,8 +146,8 @@ Status HostPagesPlan::attend(const BlockPool& pool, const TensorView& q, const M
   return lists_.run(where, {}, q, out, run_options);
 }
 
-std::string HostPagesPlan::explain_work() const {
-  const std::string s = lists_.explain_backend() + fresh_line(options().attention);
+std::string HostPagesPlan::explain() const {
+  const std::string s = explain_pages() + lists_.explain_backend() + fresh_line(options().attention);
   if (!is_set_) return s + "batch      none yet (set_tables)\n";
   return s +
          fmt::format("batch      {} sequence(s) with queries, {} queries, {} keys encoded, {} exact\n",

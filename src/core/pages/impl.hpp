@@ -1,9 +1,7 @@
 // Pages in an engine's blocks, behind kvant::Pages. pages.cpp checks the arguments; two classes each do the rest:
 //
 //   HostPages, HostPagesPlan       host_pages.cpp, host_pages_write.cpp, host_pages_plan.cpp: CPU kernels
-//   DevicePages, DevicePagesPlan   a backend's (core::DeviceBackend::make_pages): all pointers in their arguments are
-//                                  device memory, and calls with a stream only enqueue work on it, but for those that
-//                                  take numbers
+//   DevicePages, DevicePagesPlan   device_pages.hpp: a backend's classes derive from these
 //
 // There is no CacheTable here: the engine has the sequences. Kernels, schedules and the lists of work are those of a
 // cache, which see the same tables of slots and lengths.
@@ -59,9 +57,7 @@ struct PagesSpec {
   const PagesConfig& config;
   const CacheConfig& cache;
   Format k, v;
-  codec::HeadDims stored;         // the sizes at which vectors are stored
-  const char* backend = nullptr;  // a device's; null: they are in host memory
-  int device = 0;
+  codec::HeadDims stored;  // the sizes at which vectors are stored
 };
 
 class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
@@ -70,8 +66,7 @@ class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
   explicit PagesImpl(const PagesSpec& s)
       : config_(s.config),
         spec_(s.cache, s.k, s.v, s.stored, kBlockAlignment),
-        tail_(core::pages_tail(config_, spec_)),
-        backend_(s.backend) {}
+        tail_(core::pages_tail(config_, spec_)) {}
   PagesImpl(const PagesImpl&) = delete;
   PagesImpl& operator=(const PagesImpl&) = delete;
   virtual ~PagesImpl() = default;
@@ -79,7 +74,6 @@ class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
   [[nodiscard]] const PagesConfig& config() const noexcept { return config_; }
   [[nodiscard]] const core::CacheSpec& spec() const noexcept { return spec_; }
   [[nodiscard]] const core::PagesTail& tail() const noexcept { return tail_; }
-  [[nodiscard]] const char* backend() const noexcept { return backend_; }
 
   // Arguments are checked: pools, shapes, pointers. The numbers in slots and ids are not.
   virtual Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values,
@@ -96,19 +90,14 @@ class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
   // Called for pages with a tail only.
   virtual Result<std::int64_t> take_misses(Stream stream) const = 0;
   /// `options`: complete.
-  Result<std::unique_ptr<PagesPlanImpl>> plan(PagesPlanOptions options) const;
+  virtual Result<std::unique_ptr<PagesPlanImpl>> plan(PagesPlanOptions options) const = 0;
 
-  Status check_pool(const BlockPool& pool) const;
-
- protected:
-  // Options that are not a device's are refused before.
-  virtual Result<std::unique_ptr<PagesPlanImpl>> make_plan(PagesPlanOptions options) const = 0;
+  virtual Status check_pool(const BlockPool& pool) const;
 
  private:
   const PagesConfig config_;
   const core::CacheSpec spec_;  // one layer's
   const core::PagesTail tail_;
-  const char* const backend_;
 };
 
 class PagesPlanImpl {
@@ -125,10 +114,10 @@ class PagesPlanImpl {
   // Pointers, batch and columns are checked.
   virtual Status set_tables(const StepTables& tables, Stream stream) = 0;
   // Pool and tensors are checked.
-  Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
-             const RunOptions& options);
+  virtual Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
+                     const core::FreshRows& fresh, const RunOptions& options) = 0;
   virtual Result<bool> take_errors(Stream stream) = 0;
-  [[nodiscard]] std::string explain() const;
+  [[nodiscard]] virtual std::string explain() const = 0;
   [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;
   [[nodiscard]] virtual const char* isa() const noexcept = 0;
   [[nodiscard]] virtual const char* kernel() const noexcept = 0;
@@ -136,10 +125,8 @@ class PagesPlanImpl {
   [[nodiscard]] virtual int threads() const noexcept = 0;
 
  protected:
-  // On a device the workspace is checked, too.
-  virtual Status attend(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
-                        const core::FreshRows& fresh, const RunOptions& options) = 0;
-  [[nodiscard]] virtual std::string explain_work() const = 0;
+  /// Lines of explain; `of_limits`: the end of the line on limits.
+  [[nodiscard]] std::string explain_pages(const char* of_limits = "") const;
 
  private:
   const std::shared_ptr<const PagesImpl> pages_;

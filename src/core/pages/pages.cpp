@@ -1,12 +1,12 @@
 // kvant::Pages: the checks of arguments, wherever the blocks are.
 #include <algorithm>
 #include <new>
-#include <optional>
 #include <utility>
 
 #include "base/copies.hpp"
 #include "core/device.hpp"
 #include "core/fmt.hpp"
+#include "core/pages/device_pages.hpp"
 #include "core/pages/host_pages.hpp"
 #include "core/pages/impl.hpp"
 #include "core/plan/plan.hpp"
@@ -191,16 +191,8 @@ Result<std::shared_ptr<const PagesImpl>> PagesImpl::create(const PagesConfig& gi
   cache.k_centre = *k_centre;
   cache.threads = c.threads;
   cache.isa = c.isa;
-  if (!device->has_value()) {
-    return core::HostPages::create(
-        {c, cache, *k, *v, {stored_head_dim(cache.head_dim), stored_head_dim(cache.v_dim())}});
-  }
-  if (backend != nullptr && backend->make_pages == nullptr) backend = nullptr;
-  const Result<codec::HeadDims> stored = core::stored_dims_on(backend, cache);
-  if (!stored) return stored.status();
-  if (Status s = core::check_backend(backend, fmt::format("device = \"{}\"", c.device), "device = \"cpu\""); !s)
-    return s;
-  return backend->make_pages({c, cache, *k, *v, *stored, backend->name, **device});
+  if (device->has_value()) return core::DevicePages::create({c, cache, *k, *v, {}}, **device, backend);
+  return core::HostPages::create({c, cache, *k, *v, {stored_head_dim(cache.head_dim), stored_head_dim(cache.v_dim())}});
 }
 
 Result<Pages> Pages::create(const PagesConfig& config) try {
@@ -310,13 +302,7 @@ Status PagesImpl::check_pool(const BlockPool& p) const {
   const bool head_apart = heads == 1 || p.head_stride >= bytes, block_apart = p.blocks == 1 || p.block_stride >= bytes;
   const bool nested =
       heads == 1 || p.blocks == 1 || p.block_stride >= head_reach + bytes || p.head_stride >= block_reach + bytes;
-  if (head_apart && block_apart && nested) {
-    if (backend_ == nullptr || heads == 1 || p.head_stride == bytes) return {};
-    return {Code::unsupported,
-            fmt::format("pool.head_stride is {} bytes: on a device the kv heads of a block follow one another, so it "
-                        "must be {} (block_bytes)",
-                        p.head_stride, bytes)};
-  }
+  if (head_apart && block_apart && nested) return {};
   return core::refuse_argument(
       fmt::format("pool.block_stride = {} and pool.head_stride = {}: {} kv heads of {} bytes (block_bytes) "
                   "would overlap; a pool [blocks][kv_heads][block_bytes] has strides {} and {}",
@@ -383,50 +369,14 @@ Result<PagesPlan> Pages::plan(const PagesPlanOptions& options) const try {
   return {Code::out_of_memory, "the plan's tables could not be allocated; lower max_batch, max_blocks or max_tokens"};
 }
 
-Result<std::unique_ptr<PagesPlanImpl>> PagesImpl::plan(PagesPlanOptions options) const {
-  if (backend_ != nullptr) {
-    if (Status s = core::check_device_options(options.attention, "pages on a device are"); !s) return s;
-  }
-  return make_plan(std::move(options));
-}
-
-Status PagesPlanImpl::run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
-                          const core::FreshRows& fresh, const RunOptions& run_options) {
-  if (pages().backend() == nullptr) return attend(pool, q, out, fresh, run_options);
-  if (run_options.executor.execute != nullptr) {
-    return core::refuse_argument(
-        "executor is set, but these pages are on a device, whose kernels do the work: leave executor empty");
-  }
-  if (run_options.workspace.size() < workspace_bytes()) {
-    return core::refuse_argument(fmt::format(
-        "workspace has {} bytes: the plan needs {} of device memory (workspace_bytes), which plans that run "
-        "one after another on a stream can share",
-        run_options.workspace.size(), workspace_bytes()));
-  }
-  if (reinterpret_cast<std::uintptr_t>(run_options.workspace.data()) % 64 != 0)
-    return core::refuse_argument("workspace is not aligned to 64 bytes");
-  if (q.shape[0] == 0) return {};
-  if (options().attention.fresh_keys) {
-    const core::PagesTail& tail = pages().tail();
-    const auto exact = tail.pages > 0 ? std::optional(tail.dtype) : std::nullopt;
-    if (Status s = core::check_device_fresh(fresh, pages().spec().k, exact); !s) return s;
-  }
-  return attend(pool, q, out, fresh, run_options);
-}
-
-std::string PagesPlanImpl::explain() const {
+std::string PagesPlanImpl::explain_pages(const char* of_limits) const {
   const core::CacheSpec& spec = pages().spec();
-  const PagesPlanOptions& o = options();
-  const bool on_device = pages().backend() != nullptr;
-  std::string s;
-  if (on_device) s = fmt::format("backend    {} on {}\n", pages().backend(), spec.config.device);
-  s += fmt::format("pages      an engine's blocks of {} tokens, {}/{}, {}, {} kv heads, {} bytes each\n", kPageTokens,
-                   format_info(spec.k).name, format_info(spec.v).name, spec.head_dim_words(), spec.config.kv_heads,
-                   spec.encoded.block_bytes);
-  s += fmt::format("limits     {} sequences of {} blocks, {} queries each and {} in all{}\n", o.max_batch, o.max_blocks,
-                   o.max_query_len, o.max_tokens,
-                   on_device ? ": launches are made for these, and follow the tables" : "");
-  return s + pages().tail().explain(spec.config.kv_heads) + explain_work();
+  return fmt::format("pages      an engine's blocks of {} tokens, {}/{}, {}, {} kv heads, {} bytes each\n", kPageTokens,
+                     format_info(spec.k).name, format_info(spec.v).name, spec.head_dim_words(), spec.config.kv_heads,
+                     spec.encoded.block_bytes) +
+         fmt::format("limits     {} sequences of {} blocks, {} queries each and {} in all{}\n", options_.max_batch,
+                     options_.max_blocks, options_.max_query_len, options_.max_tokens, of_limits) +
+         pages().tail().explain(spec.config.kv_heads);
 }
 
 PagesPlan::PagesPlan(std::unique_ptr<PagesPlanImpl> impl) : impl_(std::move(impl)) {}

@@ -1,21 +1,21 @@
 // The parameters of a launch that writes pages: those of a cache's sequences, or blocks of an engine's pool, which are
 // pages that slots name (kvant/pages.hpp). Host and device.
 //
-// The unit of a write is a job: tokens of a page, the rows that they are made of (the call's, those of an exact page, or
-// both), the page's address, and the rule of its keys' centre (codec/centre.hpp). Jobs come from three lists:
+// The unit of a write is a job: tokens of a page, their rows (of the call, of an exact page or of both), the page's
+// address, and the rule of its keys' centre (codec/centre.hpp). Jobs come from three lists:
 //
 //   items    pages that the steps of sequences may touch (append/touched_pages.cuh). Which of them a step touches is
 //            known on the device only (a replayed launch meets other lengths), so the host counts the most that so many
 //            tokens can touch: item i of a sequence is page step_begin / 64 - tail_pages + i; those without work are
 //            passed over
 //   runs     tokens of a list of slots that follow one another in a block, as long as they do in the list, too
-//            (append/slot_jobs.cuh). Those of blocks with an exact copy go there alone: lists that the step's begin made
-//            say which these are
+//            (append/slot_jobs.cuh). Tokens of a block with an exact copy go there alone: lists that
+//            begin_step made say which these are
 //   copies   blocks that are encoded from their exact copies, of one layer or of all
 //
 // Few tokens have kernels of one warp a block, which start soon: a block has a page, or an octet of it, for one kv head
-// and side in a cache (append/write_step.cuh), and a token for one kv head and side of slots (append/few_slots.cuh). The
-// words of values have eight tokens, so that their bits are put there by atomic operations.
+// and side in a cache (append/write_step.cuh), and of slots a token for one kv head and side (append/few_slots.cuh).
+// The words of values have eight tokens, so that their bits are put there by atomic operations.
 //
 // Many tokens have a launch each for rows of exact pages, for centres of pages that are encoded whole, and for codes or
 // dense rows, as far as there is such work (append/many.cuh). In the last a team of warps alone does a job of one side,

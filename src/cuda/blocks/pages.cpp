@@ -56,11 +56,11 @@ struct DeviceTail {
   [[nodiscard]] std::byte* layer(int number) const { return memory + static_cast<std::uint64_t>(number) * layer_bytes; }
 };
 
-class DevicePagesPlan final : public PagesPlanImpl, public PlannedPages {
+class BlockPlan final : public core::DevicePagesPlan, public PlannedPages {
  public:
-  DevicePagesPlan(std::shared_ptr<const PagesImpl> of, PagesPlanOptions complete, const PlannedPages& planned,
-                  const DeviceTail& tail)
-      : PagesPlanImpl(std::move(of), std::move(complete)),
+  BlockPlan(std::shared_ptr<const PagesImpl> of, PagesPlanOptions complete, const PlannedPages& planned,
+            const DeviceTail& tail)
+      : DevicePagesPlan(std::move(of), std::move(complete)),
         PlannedPages(planned),
         tail_(tail),
         memory_(planned.device()) {}
@@ -137,8 +137,6 @@ class DevicePagesPlan final : public PagesPlanImpl, public PlannedPages {
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return plan_.workspace_bytes(); }
   [[nodiscard]] const char* kernel() const noexcept override { return plan_.kernel(); }
   [[nodiscard]] int products() const noexcept override { return plan_.products(); }
-  [[nodiscard]] const char* isa() const noexcept override { return pages().backend(); }
-  [[nodiscard]] int threads() const noexcept override { return 0; }
 
  private:
   Status attend(const BlockPool& pool, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
@@ -167,7 +165,7 @@ class DevicePagesPlan final : public PagesPlanImpl, public PlannedPages {
   }
 
   [[nodiscard]] std::string explain_work() const override {
-    std::string s = core::fresh_line(options().attention) + plan_.explain();
+    std::string s = plan_.explain();
     if (options().check_ids) s += "ids        looked at by a launch more in each run\n";
     return s;
   }
@@ -178,9 +176,9 @@ class DevicePagesPlan final : public PagesPlanImpl, public PlannedPages {
   AttentionPlan plan_{static_cast<const PlannedPages&>(*this)};
 };
 
-class DevicePages final : public PagesImpl, public WrittenPages {
+class Blocks final : public core::DevicePages, public WrittenPages {
  public:
-  explicit DevicePages(const PagesSpec& s) : PagesImpl(s), WrittenPages(s.device, spec().encoded) {}
+  Blocks(const PagesSpec& s, int device) : DevicePages(s), WrittenPages(device, spec().encoded) {}
 
   Status make() {
     if (Status s = check_spec(spec(), tail()); !s) return s;
@@ -296,9 +294,11 @@ class DevicePages final : public PagesImpl, public WrittenPages {
 
   Result<bool> take_non_finite(Stream stream) const override { return take_flag(device_, non_finite_, stream); }
 
+  [[nodiscard]] const char* backend() const noexcept override { return "cuda"; }
+
  private:
   Result<std::unique_ptr<PagesPlanImpl>> make_plan(PagesPlanOptions options) const override {
-    auto plan = std::make_unique<DevicePagesPlan>(shared_from_this(), std::move(options), *this, tail_);
+    auto plan = std::make_unique<BlockPlan>(shared_from_this(), std::move(options), *this, tail_);
     if (Status s = plan->make(); !s) return s;
     return std::unique_ptr<PagesPlanImpl>(std::move(plan));
   }
@@ -419,8 +419,8 @@ class DevicePages final : public PagesImpl, public WrittenPages {
 
 }  // namespace
 
-Result<std::shared_ptr<const PagesImpl>> make_pages(const PagesSpec& spec) {
-  auto pages = std::make_shared<DevicePages>(spec);
+Result<std::shared_ptr<const PagesImpl>> make_pages(const PagesSpec& spec, int device) {
+  auto pages = std::make_shared<Blocks>(spec, device);
   if (Status s = pages->make(); !s) return s;
   return std::shared_ptr<const PagesImpl>(std::move(pages));
 }

@@ -3,10 +3,10 @@
 
 #include <memory>
 
-#include "core/pages/impl.hpp"
+#include "core/pages/device_pages.hpp"
 
 namespace kvant::cuda {
 
-Result<std::shared_ptr<const PagesImpl>> make_pages(const PagesSpec& spec);
+Result<std::shared_ptr<const PagesImpl>> make_pages(const PagesSpec& spec, int device);
 
 }  // namespace kvant::cuda

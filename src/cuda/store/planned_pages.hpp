@@ -1,5 +1,5 @@
 // Pages on a device, as plans read them and as writes change them: a cache's (Store), or blocks that an engine owns
-// (DevicePages).
+// (Blocks).
 #pragma once
 
 #include <vector>
