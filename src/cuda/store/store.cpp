@@ -141,13 +141,30 @@ Result<std::unique_ptr<core::DeviceCache>> make_cache(const core::DeviceCacheCon
 // --- tables ----------------------------------------------------------------------------------------------------------
 
 void Store::set_page(std::int32_t index, std::int32_t page, core::PageRef ref) {
-  page_changes_.push_back({index, page, ref});
+  const std::int64_t at = std::int64_t{index} * config_.max_pages + page;
+  page_changes_.push_back({static_cast<std::uint32_t>(at), ref.exact, ref.encoded});
 }
 void Store::set_length(std::int32_t index, std::int64_t length, std::int64_t step_begin) {
-  length_changes_.push_back({index, {static_cast<std::int32_t>(length), static_cast<std::int32_t>(step_begin)}});
+  length_changes_.push_back(
+      {static_cast<std::uint32_t>(index), static_cast<std::int32_t>(length), static_cast<std::int32_t>(step_begin)});
 }
 void Store::copy_slot(core::SlotCopy copy) {
   copies_.push_back(copy);
+}
+
+// The newest change of an entry counts. In one launch its thread would race with those of older ones.
+Status Store::send(std::vector<EntryChange>& changes, void* entries, Stream stream) {
+  std::stable_sort(changes.begin(), changes.end(),
+                   [](const EntryChange& a, const EntryChange& b) { return a.at < b.at; });
+  EntryBatch batch{.entries = entries, .count = 0, .change = {}};
+  for (std::size_t i = 0; i < changes.size(); ++i) {
+    const bool is_last = i + 1 == changes.size();
+    if (is_last || changes[i + 1].at != changes[i].at) batch.change[batch.count++] = changes[i];
+    if (batch.count < kEntriesAtOnce && !is_last) continue;
+    KVANT_CUDA_TRY(set_entries(batch, native(stream)));
+    batch.count = 0;
+  }
+  return {};
 }
 
 Status Store::flush(Stream stream) {
@@ -162,13 +179,6 @@ Status Store::flush(Stream stream) {
         "the stream is being captured, and page tables must change for this call: their changes cannot be part of a "
         "graph that is replayed; call Cache::reserve_ahead for the steps to come right before the capture"};
   }
-  // The newest change of a page or a length counts. In one launch its threads would race with those of older ones.
-  const auto place = [](const PageChange& c) { return std::pair(c.index, c.page); };
-  std::stable_sort(page_changes_.begin(), page_changes_.end(),
-                   [&](const PageChange& a, const PageChange& b) { return place(a) < place(b); });
-  std::stable_sort(length_changes_.begin(), length_changes_.end(),
-                   [](const LengthChange& a, const LengthChange& b) { return a.index < b.index; });
-
   CopyBatch copy{.encoded = view_.encoded,
                  .exact = view_.exact,
                  .encoded_slot_bytes = view_.encoded_slot_bytes,
@@ -183,24 +193,8 @@ Status Store::flush(Stream stream) {
     }
     KVANT_CUDA_TRY(copy_slots(copy, native(stream)));
   }
-  PageBatch pages{.pages = pages_, .max_pages = config_.max_pages, .count = 0, .change = {}};
-  for (std::size_t i = 0; i < page_changes_.size(); ++i) {
-    const PageChange& c = page_changes_[i];
-    const bool newest = i + 1 == page_changes_.size() || place(page_changes_[i + 1]) != place(c);
-    if (newest) pages.change[pages.count++] = {c.index, c.page, c.ref};
-    if (pages.count == 0 || (pages.count < kPagesAtOnce && i + 1 < page_changes_.size())) continue;
-    KVANT_CUDA_TRY(set_pages(pages, native(stream)));
-    pages.count = 0;
-  }
-  LengthBatch lengths{.sequences = sequences_, .count = 0, .change = {}};
-  for (std::size_t i = 0; i < length_changes_.size(); ++i) {
-    const LengthChange& c = length_changes_[i];
-    const bool newest = i + 1 == length_changes_.size() || length_changes_[i + 1].index != c.index;
-    if (newest) lengths.change[lengths.count++] = {c.index, c.state};
-    if (lengths.count == 0 || (lengths.count < kLengthsAtOnce && i + 1 < length_changes_.size())) continue;
-    KVANT_CUDA_TRY(set_lengths(lengths, native(stream)));
-    lengths.count = 0;
-  }
+  if (Status s = send(page_changes_, pages_, stream); !s) return s;
+  if (Status s = send(length_changes_, sequences_, stream); !s) return s;
   copies_.clear();
   page_changes_.clear();
   length_changes_.clear();

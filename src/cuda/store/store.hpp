@@ -14,6 +14,7 @@
 
 #include "core/device.hpp"
 #include "cuda/store/planned_pages.hpp"
+#include "cuda/store/tables.hpp"
 #include "cuda/store/transfer.hpp"
 
 namespace kvant::cuda {
@@ -50,26 +51,18 @@ class Store final : public core::DeviceCache, public WrittenPages {
   Result<bool> take_non_finite(Stream stream) override { return take_flag(device_, non_finite_, stream); }
 
  private:
-  struct PageChange {
-    std::int32_t index, page;
-    core::PageRef ref;
-  };
-  struct LengthChange {
-    std::int32_t index;
-    SequenceState state;
-  };
   [[nodiscard]] std::uint64_t slot_bytes(core::Pool pool) const {
     return pool == core::Pool::exact ? view_.exact_slot_bytes : view_.encoded_slot_bytes;
   }
   [[nodiscard]] std::span<std::byte> block(core::Pool pool, std::int32_t slot, int layer, int head) const;
+  static Status send(std::vector<EntryChange>& changes, void* entries, Stream stream);
   Status upload(BasisArrays& side, const std::vector<CalibratedBasis>& list);
   Status upload(const float*& levels, std::span<const float> list);
 
   core::DeviceCacheConfig config_;
   core::PageRef* pages_ = nullptr;
   SequenceState* sequences_ = nullptr;
-  std::vector<PageChange> page_changes_;
-  std::vector<LengthChange> length_changes_;
+  std::vector<EntryChange> page_changes_, length_changes_;
   std::vector<core::SlotCopy> copies_;
   Transfer transfer_;
 };
