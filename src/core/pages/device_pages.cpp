@@ -57,7 +57,7 @@ Status DevicePagesPlan::run(const BlockPool& pool, const TensorView& q, const Mu
 }
 
 std::string DevicePagesPlan::explain() const {
-  return fmt::format("backend    {} on {}\n", isa(), pages().config().device) +
+  return fmt::format("backend    {} on {}\n", isa(), pages().spec().config.device) +
          explain_pages(": launches are made for these, and follow the tables") + fresh_line(options().attention) +
          explain_work();
 }
