@@ -388,18 +388,63 @@ TEST(PagesOnADevice, ArgumentsAreCheckedBeforeTheBackendSeesThem) {
   with.executor = {};
   with.workspace = std::span(workspace).subspan(32, 640);
   EXPECT_TRUE(refuses(plan.run(pool.view, q_view, out, with), Code::invalid_argument, {"workspace is not aligned"}));
+  with.workspace = std::span(workspace).first(639);
+  EXPECT_TRUE(refuses(plan.run(pool.view, q_view, out, with), Code::invalid_argument, {"workspace has 639 bytes"}));
   with.workspace = std::span(workspace).first(640);
+  EXPECT_TRUE(refuses(plan.run({}, q_view, out, with), Code::invalid_argument, {"pool.data is null"}));
   BlockPool apart = pool.view;
   apart.head_stride += 64, apart.block_stride += 2 * 64;
   EXPECT_TRUE(refuses(plan.run(apart, q_view, out, with), Code::unsupported, {"head_stride", "follow one another"}));
   EXPECT_EQ(seen.runs, 0);
+  EXPECT_TRUE(
+      plan.run(pool.view, TensorView::of(q.data(), 0, 4, 64), MutableTensorView::of(q.data(), 0, 4, 64), with).ok());
+  EXPECT_EQ(seen.runs, 0);  // there is nothing to do
   EXPECT_TRUE(plan.run(pool.view, q_view, out, with).ok());
   EXPECT_EQ(seen.runs, 1);
+  EXPECT_TRUE(
+      plan.run(pool.view, TensorView::of(q.data(), 1, 4, 64), MutableTensorView::of(q.data(), 1, 4, 64), with).ok());
+  EXPECT_EQ(seen.runs, 2);
   EXPECT_TRUE(refuses(plan.set_tables({.batch = 3}), Code::invalid_argument, {"batch is 3"}));
   EXPECT_TRUE(refuses(plan.set_tables({.batch = 1}), Code::invalid_argument, {"seq_lens is null"}));
   EXPECT_EQ(seen.tables, 0);
   EXPECT_TRUE(plan.set_tables({}).ok());
   EXPECT_EQ(seen.tables, 1);
+}
+
+TEST(PagesOnADevice, FreshRowsHaveTheDtypeOfExactCopiesAndOneHeadMayLieAnywhere) {
+  PagesConfig c = geometry("tq4", "tq6", 64, 1);
+  c.device = "cuda:0";
+  alignas(64) std::byte workspace[640];
+  alignas(64) std::byte block[8192];
+  const BlockPool pool{.data = block, .blocks = 1, .block_stride = 0, .head_stride = 4096};
+  std::vector<std::uint16_t> rows(64);
+  std::vector<float> q(64);
+  RunOptions with;
+  with.workspace = workspace;
+  seen.runs = 0;
+  for (const bool has_tail : {false, true}) {
+    c.tail_pages = c.tail_sequences = has_tail ? 1 : 0;
+    PagesPlanOptions o;
+    o.attention.q_heads = 1;
+    o.attention.fresh_keys = true;
+    o.max_batch = o.max_blocks = o.max_tokens = 1;
+    PagesPlan plan(PagesImpl::create(c, &kFakeBackend).value()->plan(o).value());
+    const auto run = [&](Dtype dtype) {
+      const auto fresh = TensorView::contiguous(rows.data(), dtype, 1, 1, 64);
+      return plan.run(pool, TensorView::of(q.data(), 1, 1, 64), MutableTensorView::of(q.data(), 1, 1, 64), with, fresh,
+                      fresh);
+    };
+    EXPECT_TRUE(run(Dtype::bf16).ok());
+    if (has_tail) {
+      EXPECT_TRUE(refuses(run(Dtype::f16), Code::unsupported, {"keys.dtype is f16", "must be bf16"}));
+    } else {
+      EXPECT_TRUE(run(Dtype::f16).ok());
+      const auto f32 = TensorView::of(q.data(), 1, 1, 64);
+      EXPECT_TRUE(refuses(plan.run(pool, f32, MutableTensorView::of(q.data(), 1, 1, 64), with, f32, f32),
+                          Code::unsupported, {"keys.dtype is f32"}));
+    }
+  }
+  EXPECT_EQ(seen.runs, 3);
 }
 
 }  // namespace
