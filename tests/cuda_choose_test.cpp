@@ -349,6 +349,48 @@ TEST(CudaChoose, FreshKeys) {
   EXPECT_EQ(kinds(c), "prefill_sm90");
 }
 
+// Keys and values of different head_dims have decode kernels, and on 9.0 unpacked keys before them.
+TEST(CudaChoose, UnequalWidths) {
+  Case c{.head_dim = 192, .v_head_dim = 128, .k = Format::tq4, .v = Format::tq4, .q_heads = 16, .kv_heads = 4};
+  for (const Device& device : kDevices) {
+    EXPECT_EQ(kinds(c, device.name), "decode") << device.name;
+    EXPECT_EQ(choose_for(c, device.name).rows, 4) << device.name;
+  }
+  c.queries = 16;
+  for (const char* device : {"8.0", "9.0"}) EXPECT_EQ(kinds(c, device), "decode_sm80") << device;
+  c.queries = 2048;
+  EXPECT_EQ(kinds(c, "8.0"), "decode_sm80");
+  EXPECT_EQ(kinds(c), "prefill_unpacked, decode_sm80");
+  EXPECT_TRUE(has(choose_for(c).why, "about ")) << choose_for(c).why;
+  c.kernel = "prefill_unpacked";
+  EXPECT_EQ(kinds(c), "prefill_unpacked, decode");
+  EXPECT_EQ(choose_for(c).why, "as asked for");
+  c.kernel = "prefill";
+  EXPECT_EQ(kinds(c), "prefill_unpacked, decode");
+  EXPECT_TRUE(has(refusal(c, "8.0"), "prefill_unpacked kernels need compute capability 9.0")) << refusal(c, "8.0");
+  for (const char* kernel : {"prefill_sm80", "prefill_fresh"}) {
+    c.kernel = kernel;
+    EXPECT_TRUE(has(refusal(c), "not compiled for tq4/tq4 at head_dim 192/128")) << refusal(c);
+  }
+  c.kernel = {}, c.fresh_keys = true;
+  EXPECT_TRUE(has(refusal(c), "fresh_keys needs prefill kernels")) << refusal(c);
+  EXPECT_TRUE(has(refusal(c), "at head_dim 192/128; leave it unset")) << refusal(c);
+  c.fresh_keys = false, c.mask = true;
+  EXPECT_EQ(kinds(c), "decode_sm80");
+  c.mask = false, c.calibrated = true;
+  EXPECT_EQ(kinds(c), "decode_sm80");
+  // A few rows need no rounds, and other pairs have no kernel of 32 rows.
+  c = {.head_dim = 192, .v_head_dim = 128, .q_heads = 16, .kv_heads = 4, .queries = 4};
+  EXPECT_EQ(kinds(c), "decode");
+  c.queries = 2048;
+  EXPECT_EQ(kinds(c), "prefill_unpacked, decode");
+  c.kernel = "decode_sm80";
+  EXPECT_TRUE(has(refusal(c), "decode_sm80 kernels are not compiled for tq6/tq4 at head_dim 192/128")) << refusal(c);
+  // Only widths that are compiled.
+  c = {.head_dim = 128, .v_head_dim = 192};
+  EXPECT_FALSE(try_choose(c, device_of("9.0")).ok());
+}
+
 TEST(CudaChoose, WhatKindsDoNotServe) {
   // Masks, bases, padded vectors, formats.
   Case c{.queries = 2048, .mask = true};

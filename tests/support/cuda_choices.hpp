@@ -117,6 +117,15 @@ void offer_tiles(const PlannedWork& work, const Device& device, Offers& offers) 
   }
 }
 
+// The kernels of dense keys for keys and values of different head_dims.
+template <int kWidth>
+void offer_dense(const PlannedWork& work, const Device& device, Offers& offers) {
+  using S = prefill::dense::ShapeFor<kWidth>;
+  if (kWidth != work.width()) return;
+  offers.dense =
+      DenseOffer{.rows = S::kRows, .keys = S::kKeys, .shared_bytes = S::kBytes, .has_code = device.limits.has_sm90()};
+}
+
 inline Offers offers_of(const PlannedWork& work, const Device& device) {
   Offers offers{.instances = instances(), .limits = device.limits, .tuning = device.tuning};
   offers.tiles.resize(std::size(kTileKinds));
@@ -133,6 +142,9 @@ inline Offers offers_of(const PlannedWork& work, const Device& device) {
 #undef KVANT_ENTRY
 #define KVANT_ENTRY(d) offer_tiles<d>(work, device, offers);
   KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
+#undef KVANT_ENTRY
+#define KVANT_ENTRY(width) offer_dense<width>(work, device, offers);
+  KVANT_CUDA_EACH_UNEQUAL_WIDTH(KVANT_ENTRY)
 #undef KVANT_ENTRY
   return offers;
 }
@@ -208,7 +220,9 @@ inline Result<Chosen> try_choose(const Case& c, const Device& device) {
   Chosen chosen{"", choice->why, choice->ns, 0, choice->byte_keys};
   if (choice->first) chosen.kinds += "prefill_fresh, ";
   if (choice->rounds) chosen.kinds += "prefill_unpacked, ";
-  chosen.kinds += choice->tiles >= 0 ? kTileKinds[choice->tiles]->name : choice->kernel(offers);
+  chosen.kinds += choice->tiles >= 0    ? kTileKinds[choice->tiles]->name
+                  : choice->decode >= 0 ? offers.decode[static_cast<std::size_t>(choice->decode)].kind()
+                                        : choice->kernel(offers);
   if (choice->decode >= 0) chosen.rows = offers.decode[static_cast<std::size_t>(choice->decode)].rows();
   return chosen;
 }

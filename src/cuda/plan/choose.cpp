@@ -146,7 +146,7 @@ Status choose_decode(const PlannedWork& work, const Offers& offers, const Severa
     choice.why = !work.kernel.empty()
                      ? std::string("as asked for")
                      : fmt::format("for {} rows, about {:.0f} us", most_rows, static_cast<double>(several.ns) / 1000);
-  } else if (!work.kernel.empty() && work.kernel != core::kDecodeKernels) {
+  } else if (!work.kernel.empty() && work.kernel != core::kDecodeKernels && !choice.rounds) {
     return refuse_kernel(work, several.missing);
   } else if (choice.why.empty() && most_rows >= times::kLeastPrefillRows) {
     choice.why = several.missing;
@@ -258,6 +258,42 @@ Status choose_tiles(const PlannedWork& work, const Offers& offers, std::int64_t 
   return {};
 }
 
+// Unpacked keys where keys and values have different head_dims: decode kernels take what is in no round.
+Status choose_rounds_before_decode(const PlannedWork& work, const Offers& offers, std::int64_t decode_ns,
+                                   Choice& choice) {
+  const std::string not_compiled = fmt::format("such kernels are not compiled for {}", pair_at(work));
+  if (work.kernel == core::kPrefillFresh) return refuse_kernel(work, not_compiled);
+  prefill::Candidate candidates[] = {{core::kPrefillUnpacked, {}, decode_ns},
+                                     {work.kernel.c_str(), not_compiled, decode_ns}};
+  prefill::Candidate& unpacked = candidates[0];
+  const auto usual = [](const DeviceBasis& basis, Format format) {
+    return basis.kind == (codec::is_tq(format) ? BasisKind::hadamard : BasisKind::none);
+  };
+  unpacked.missing = work.fresh_keys || !prefill::has_one_type(work.k, work.v) ? not_compiled
+                     : !usual(work.params.k_basis, work.k) || !usual(work.params.v_basis, work.v)
+                         ? "bases other than the formats' own are for decode kernels only"
+                         : missing_of_dense(core::kPrefillUnpacked, work, offers);
+  RoundsChoice rounds;
+  if (unpacked.missing.empty()) {
+    const times::BlockTimes block = times::decode_times(work.stored_head_dim(), work.k, work.most_rows());
+    const OtherTiles rest{{block.page, block.rows, block.page, block.rows}, 16, 1};
+    rounds =
+        choose_rounds(work, *offers.dense, rest, work.kernel == core::kPrefillUnpacked, offers.limits.multiprocessors);
+    unpacked.missing = rounds.missing;
+    unpacked.ns = tuned_ns(work, offers, core::kPrefillUnpacked, rounds.ns);
+  }
+  const bool has_others = !work.kernel.empty() && work.kernel != core::kPrefillKernels && work.kernel != unpacked.name;
+  const std::span<const prefill::Candidate> named(candidates, has_others ? 2 : 1);
+  const Result<prefill::Choice> taken =
+      prefill::choose(work.kernel, named, decode_ns, work.most_rows(), work.fresh_keys);
+  if (!taken.ok()) return taken.status();
+  choice.why = taken->why;
+  if (taken->candidate != 0) return {};
+  choice.rounds = rounds.rule;
+  choice.ns = unpacked.ns;
+  return {};
+}
+
 // Kernels for sequences that have no tokens but their queries' own, before those that choose_tiles took.
 Status choose_fresh(const PlannedWork& work, const Offers& offers, Choice& choice) {
   const bool is_wanted = work.kernel == core::kPrefillFresh;
@@ -347,6 +383,10 @@ Result<Choice> choose(const PlannedWork& work, const Offers& offers) {
                       "unset, and all tokens are read from the cache",
                       choice.why)};
     }
+  } else if (work.width() != work.stored_head_dim()) {
+    if (considers_prefill(work)) {
+      if (Status s = choose_rounds_before_decode(work, offers, decode_ns, choice); !s.ok()) return s;
+    }
   } else if (considers_prefill(work) || !work.kernel.empty()) {
     if (Status s = choose_tiles(work, offers, decode_ns, choice); !s.ok()) return s;
   }
@@ -354,7 +394,9 @@ Result<Choice> choose(const PlannedWork& work, const Offers& offers) {
     if (Status s = choose_fresh(work, offers, choice); !s.ok()) return s;
     return choice;
   }
+  const std::string of_rounds = choice.rounds ? choice.why : "";
   if (Status s = choose_decode(work, offers, several, choice); !s.ok()) return s;
+  if (choice.rounds) choice.why = of_rounds;
   return choice;
 }
 
