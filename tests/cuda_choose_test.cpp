@@ -261,17 +261,17 @@ TEST(CudaChoose, WhatWasMeasuredToBeFastest) {
 // A larger number of queries takes longer, or at most a tenth less: choices have no cliff by their own times.
 TEST(CudaChoose, MoreQueriesTakeLonger) {
   for (const Device& device : kDevices) {
-    for (const int head_dim : instances().head_dims) {
+    for (const int width : units::attend) {
       for (const NamedPair& pair : kPairs) {
         for (const int sequences : {1, 16, 256}) {
           for (const std::int64_t pages : {64, 512}) {
-            Case c = case_of(head_dim, pair);
+            Case c = case_of(width, pair);
             c.sequences = sequences, c.length = pages * kPageTokens;
             std::int64_t before = 0;
             for (c.queries = 1; c.queries <= record::kMostQueries; c.queries *= 2) {
               const Result<Chosen> now = try_choose(c, device);
               if (!now.ok()) break;
-              EXPECT_LE(10 * before, 11 * now->ns) << device.name << " " << head_dim << " " << pair.name << " "
+              EXPECT_LE(10 * before, 11 * now->ns) << device.name << " " << width << " " << pair.name << " "
                                                    << sequences << " x " << c.length << ", " << c.queries << " queries";
               before = now->ns;
             }
@@ -347,6 +347,40 @@ TEST(CudaChoose, FreshKeys) {
   EXPECT_EQ(kinds(c).rfind("prefill_fresh, ", 0), 0u);
   c.queries = c.length = 1;  // decode kernels do not read fresh keys
   EXPECT_EQ(kinds(c), "prefill_sm90");
+}
+
+// Plans find the kernels of every width, pair of formats and kind that a build compiles. A width of two head_dims is as
+// any other: its prompts are unpacked, for which each side has its own kernel.
+TEST(CudaChoose, PlansFindWhatIsCompiled) {
+  const auto has_unit = [](const auto& unit, int width) {
+    return std::find(std::begin(unit), std::end(unit), width) != std::end(unit);
+  };
+  for (const int width : units::attend) {
+    for (const FormatPair& pair : instances().pairs) {
+      const std::string which = pair_name(pair) + " " + width_name(width);
+      Case c = case_of(width, {"", pair.k, pair.v});
+      c.queries = 2048;
+      const Asked asked(c);
+      const Compiled found = compiled_for(asked.work(), device_of("9.0"));
+      EXPECT_FALSE(found.decode.empty()) << which;
+      ASSERT_EQ(found.dense.empty(), !has_unit(units::prefill_dense, width)) << which;
+      ASSERT_EQ(found.offers.dense.has_value(), !found.dense.empty()) << which;
+      if (found.dense.empty()) continue;
+      EXPECT_EQ(found.dense.size(), 2U) << which;  // both dtypes
+      EXPECT_EQ(found.dense[0].head_dim, key_dim(width)) << which;
+      EXPECT_TRUE(found.offers.dense->has_code && found.offers.dense->has_maps) << which;
+      for (const int side : {key_dim(width), value_dim(width)})
+        EXPECT_TRUE(has_unit(units::unpack, side) && has_unit(units::append, side)) << which;
+      c.kernel = core::kPrefillUnpacked;
+      if (prefill::has_one_type(pair.k, pair.v)) {
+        EXPECT_TRUE(kinds(c).starts_with("prefill_unpacked, ")) << kinds(c) << " " << which;
+      }
+      if (c.v_head_dim == 0) continue;
+      c.kernel = {};
+      EXPECT_TRUE(kinds(c).starts_with("prefill_unpacked, decode")) << kinds(c) << " " << which;
+    }
+  }
+  for (const int width : units::prefill_dense) EXPECT_TRUE(has_unit(units::attend, width)) << width;
 }
 
 // Keys and values of different head_dims have decode kernels, and on 9.0 unpacked keys before them.

@@ -70,7 +70,7 @@ SlotKernel slot_kernel_of();
 #define KVANT_DECLARE(head_dim) \
   template <>                   \
   SlotKernel slot_kernel_of<head_dim>();
-KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+KVANT_CUDA_EACH_OF_APPEND(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
 }  // namespace kvant::cuda

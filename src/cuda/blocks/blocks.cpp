@@ -24,7 +24,7 @@ constexpr std::int32_t kDecodedAtOnce = 4096;  // blocks
 KernelsOfSides<SlotKernel> find_slot_kernels(const codec::PageLayout& layout) {
   static const SlotKernel kKernels[] = {
 #define KVANT_ENTRY(head_dim) slot_kernel_of<head_dim>(),
-      KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
+      KVANT_CUDA_EACH_OF_APPEND(KVANT_ENTRY)
 #undef KVANT_ENTRY
   };
   return {layout, kKernels};

@@ -41,7 +41,7 @@ const DenseKernel* byte_keys_kernel();
   std::span<const DenseKernel> kernels<width>(); \
   template <>                                    \
   const DenseKernel* byte_keys_kernel<width>();
-KVANT_CUDA_EACH_WIDTH(KVANT_DECLARE)
+KVANT_CUDA_EACH_OF_PREFILL_DENSE(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
 }  // namespace kvant::cuda::prefill::dense

@@ -39,7 +39,7 @@ UnpackKernel kernel(bool byte_keys);
 #define KVANT_DECLARE(head_dim) \
   template <>                   \
   UnpackKernel kernel<head_dim>(bool byte_keys);
-KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+KVANT_CUDA_EACH_OF_UNPACK(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
 }  // namespace kvant::cuda::prefill::unpacked

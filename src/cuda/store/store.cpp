@@ -17,7 +17,7 @@ namespace {
 KernelsOfSides<WriteKernel> find_write_kernels(const core::DevicePagesConfig& c) {
   static const WriteKernel kKernels[] = {
 #define KVANT_ENTRY(head_dim) write_kernel_of<head_dim>(),
-      KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
+      KVANT_CUDA_EACH_OF_APPEND(KVANT_ENTRY)
 #undef KVANT_ENTRY
   };
   const KernelsOfSides<WriteKernel> kernels(c.encoded, kKernels);

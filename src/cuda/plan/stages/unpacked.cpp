@@ -169,7 +169,8 @@ Result<StagePtr> make_unpacked(const Planning& planning) {
     return s;
   std::vector<Unpacked::Unpack> all;
   const auto add = [&](int head_dim, bool keys, bool values) -> Status {
-    const UnpackKernel unpack = kernels_of(head_dim, [&]<int D>() { return prefill::unpacked::kernel<D>(byte_keys); });
+    const UnpackKernel unpack =
+        kernels_of<units::unpack>(head_dim, [&]<int D>() { return prefill::unpacked::kernel<D>(byte_keys); });
     KVANT_CUDA_TRY(prepare_shared(unpack.function, unpack.shared_bytes));
     int blocks = 0;
     KVANT_CUDA_TRY(find_resident(unpack.function, unpack.threads, unpack.shared_bytes, planning.limits, blocks));
