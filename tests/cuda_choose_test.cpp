@@ -402,14 +402,25 @@ TEST(CudaChoose, UnequalWidths) {
   c.kernel = "prefill";
   EXPECT_EQ(kinds(c), "prefill_unpacked, decode");
   EXPECT_TRUE(has(refusal(c, "8.0"), "prefill_unpacked kernels need compute capability 9.0")) << refusal(c, "8.0");
-  for (const char* kernel : {"prefill_sm80", "prefill_fresh"}) {
+  for (const char* kernel : {"prefill_sm80", "prefill_sm90"}) {
     c.kernel = kernel;
     EXPECT_TRUE(has(refusal(c), "not compiled for tq4/tq4 at head_dim 192/128")) << refusal(c);
   }
-  c.kernel = {}, c.fresh_keys = true;
-  EXPECT_TRUE(has(refusal(c), "fresh_keys needs prefill kernels")) << refusal(c);
-  EXPECT_TRUE(has(refusal(c), "at head_dim 192/128; leave it unset")) << refusal(c);
-  c.fresh_keys = false, c.mask = true;
+  // What is in no round is for decode kernels, which have no fresh keys.
+  const char* why = "at head_dim 192/128 decode kernels serve some sequences, or all, and read stored keys alone";
+  c.kernel = "prefill_fresh";
+  EXPECT_TRUE(has(refusal(c), why)) << refusal(c);
+  c.fresh_keys = true;
+  for (const char* kernel : {"", "prefill", "prefill_unpacked", "prefill_fresh"}) {
+    c.kernel = kernel;
+    for (const char* device : {"8.0", "9.0"}) EXPECT_TRUE(has(refusal(c, device), why)) << refusal(c, device);
+  }
+  c.kernel = {};
+  EXPECT_TRUE(has(refusal(c), "fresh_keys needs prefill kernels: ")) << refusal(c);
+  EXPECT_TRUE(has(refusal(c), "alone; leave it unset")) << refusal(c);
+  c.fresh_keys = false, c.products = 8;
+  EXPECT_TRUE(has(refusal(c), "16 bits are as fast at head_dim 192/128")) << refusal(c);
+  c.products = 0, c.mask = true;
   EXPECT_EQ(kinds(c), "decode_sm80");
   c.mask = false, c.calibrated = true;
   EXPECT_EQ(kinds(c), "decode_sm80");
@@ -422,7 +433,8 @@ TEST(CudaChoose, UnequalWidths) {
   EXPECT_TRUE(has(refusal(c), "decode_sm80 kernels are not compiled for tq6/tq4 at head_dim 192/128")) << refusal(c);
   // Only widths that are compiled.
   c = {.head_dim = 128, .v_head_dim = 192};
-  EXPECT_FALSE(try_choose(c, device_of("9.0")).ok());
+  EXPECT_TRUE(has(refusal(c), "head_dim = 128 with v_head_dim = 192 on a device")) << refusal(c);
+  EXPECT_TRUE(has(refusal(c), "of one size, or of 192/128;")) << refusal(c);
 }
 
 TEST(CudaChoose, WhatKindsDoNotServe) {

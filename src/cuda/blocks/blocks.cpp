@@ -32,7 +32,7 @@ KernelsOfSides<SlotKernel> find_slot_kernels(const codec::PageLayout& layout) {
 
 Status check_config(const core::DeviceBlocksConfig& c) {
   if (!find_slot_kernels(c.encoded).is_compiled())
-    return {Code::unsupported, refuse_head_dim(instances(), c.head_dims.k)};
+    return {Code::unsupported, refuse_head_dim(instances(), c.head_dims)};
   for (const auto& [side, format] : {std::pair("k", c.k), std::pair("v", c.v)}) {
     if (format != Format::f32) continue;
     return {Code::unsupported,
