@@ -406,7 +406,7 @@ TEST(CudaChoose, UnequalWidths) {
     c.kernel = kernel;
     EXPECT_TRUE(has(refusal(c), "not compiled for tq4/tq4 at head_dim 192/128")) << refusal(c);
   }
-  // What is in no round is for decode kernels, which have no fresh keys.
+  // Decode kernels take what is in no round, and have no fresh keys.
   const char* why = "at head_dim 192/128 decode kernels serve some sequences, or all, and read stored keys alone";
   c.kernel = "prefill_fresh";
   EXPECT_TRUE(has(refusal(c), why)) << refusal(c);

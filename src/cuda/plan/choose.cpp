@@ -268,7 +268,7 @@ Status choose_tiles(const PlannedWork& work, const Offers& offers, std::int64_t 
 // Unpacked keys where keys and values have different head_dims: decode kernels take what is in no round.
 Status choose_rounds_before_decode(const PlannedWork& work, const Offers& offers, std::int64_t decode_ns,
                                    Choice& choice) {
-  // Of fresh keys they would read what is stored, if it is by then.
+  // These would read stored keys in the place of fresh ones, if the keys are stored by then.
   const std::string not_served =
       work.fresh_keys || work.kernel == core::kPrefillFresh
           ? fmt::format("at head_dim {} decode kernels serve some sequences, or all, and read stored keys alone",

@@ -1,5 +1,5 @@
-// What the code that finds a plan's kernels asks CUDA's runtime, without a device and without CUDA: tests compile that
-// code with this folder before all others. A kernel is the address of a FakeKernel (kernels.cpp).
+// The part of CUDA's runtime that finds a plan's kernels, without a device and without CUDA: tests compile
+// cuda/plan/compiled.cpp with this folder before all others. A kernel is the address of a FakeKernel (kernels.cpp).
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 enum cudaError_t { cudaSuccess, cudaErrorNoKernelImageForDevice, cudaErrorInvalidDeviceFunction };
 using cudaStream_t = void*;
 
-// What the driver says of a kernel.
+// The driver's facts about a kernel.
 struct FakeKernel {
   int blocks;  // that the registers of a multiprocessor hold
 };
