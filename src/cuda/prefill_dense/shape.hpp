@@ -55,6 +55,8 @@ struct ShapeOf {
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kSwizzle = box_row_bytes(D);
   static_assert(kSwizzle == box_row_bytes(kColumns));
+  // A key that is unpacked looks at no more scales of its value than keys have (prefill_unpacked/unpack.cuh).
+  static_assert(codec::tq_scale_groups(Format::tq8, kColumns) <= codec::tq_scale_groups(Format::tq8, D));
   static constexpr int kBoxes = 2 * kColumns / kSwizzle;  // in a tile of values
   static constexpr int kTile = kKeys * kColumns * 2;      // values alone
   // Keys, and queries as well:
