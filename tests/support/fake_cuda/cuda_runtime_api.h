@@ -3,15 +3,21 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
 
 #include "cuda.h"
 
 enum cudaError_t { cudaSuccess, cudaErrorNoKernelImageForDevice, cudaErrorInvalidDeviceFunction };
 using cudaStream_t = void*;
+using cudaEvent_t = void*;
 
 // The driver's facts about a kernel.
 struct FakeKernel {
-  int blocks;  // that the registers of a multiprocessor hold
+  int blocks;        // that the registers of a multiprocessor hold
+  std::string name;  // for tests: "dense 192128"
 };
 
 inline cudaError_t cudaGetDevice(int* device) {
@@ -51,7 +57,24 @@ inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function
   return cudaSuccess;
 }
 
-// Launches are declared for headers alone.
+enum cudaMemcpyKind { cudaMemcpyHostToDevice };
+inline cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
+  *memory = std::calloc(bytes, 1);
+  return cudaSuccess;
+}
+inline cudaError_t cudaFree(void* memory) {
+  std::free(memory);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemset(void* memory, int value, std::size_t bytes) {
+  std::memset(memory, value, bytes);
+  return cudaSuccess;
+}
+
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
@@ -73,3 +96,10 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
 };
+
+// Launches of kernels end here.
+inline std::function<void(const cudaLaunchConfig_t&, const FakeKernel&, void**)> fake_launches;
+inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
+  fake_launches(*config, *static_cast<const FakeKernel*>(kernel), arguments);
+  return cudaSuccess;
+}
