@@ -424,6 +424,12 @@ TEST(CudaChoose, UnequalWidths) {
   EXPECT_EQ(kinds(c), "decode_sm80");
   c.mask = false, c.calibrated = true;
   EXPECT_EQ(kinds(c), "decode_sm80");
+  // The workspace has room for so many keys and values of a kv head.
+  c = {.head_dim = 192, .v_head_dim = 128, .q_heads = 16, .kv_heads = 4, .queries = 64, .kernel = "prefill_unpacked"};
+  c.length = (std::int64_t{256} << 20) / (2 * (192 + 128)) / kPageTokens * kPageTokens;
+  EXPECT_EQ(kinds(c), "prefill_unpacked, decode");
+  c.length += kPageTokens;
+  EXPECT_TRUE(has(refusal(c), "prefill_unpacked needs 256 MiB of workspace")) << refusal(c);
   // A few rows need no rounds, and other pairs have no kernel of 32 rows.
   c = {.head_dim = 192, .v_head_dim = 128, .q_heads = 16, .kv_heads = 4, .queries = 4};
   EXPECT_EQ(kinds(c), "decode");

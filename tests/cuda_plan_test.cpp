@@ -26,9 +26,9 @@ struct Launched {
   std::string name;
   AttendParams params;
   bool overlaps;
-  UnpackTo to{};                 // of kernels that unpack
-  prefill::Schedule schedule{};  // of prefill kernels
-  prefill::dense::Maps maps{};   // of kernels of dense keys
+  UnpackTo to{};                 // kernels that unpack have this
+  prefill::Schedule schedule{};  // prefill kernels have this
+  prefill::dense::Maps maps{};   // kernels of dense keys have these
 };
 // A run: its launches, and what small launches were given.
 struct Recorded {
@@ -216,6 +216,7 @@ TEST(CudaPlan, WorkspaceOfUnequalWidths) {
   EXPECT_GE(bytes(values.values), bytes(keys.keys) + rows * 2 * 192);
   const Launched& attend = seen.find("decode_sm80 192128");
   EXPECT_GE(bytes(attend.params.segments), bytes(values.values) + rows * 2 * 128);
+  EXPECT_LT(bytes(attend.params.segments), bytes(keys.keys) + rows * 2 * (192 + 128) + 1024);  // and nothing is idle
   EXPECT_GT(bytes(attend.params.partial_ml), bytes(attend.params.segments));
   EXPECT_GT(bytes(attend.params.partial_o), bytes(attend.params.partial_ml));
   const std::int64_t partials = attend.params.blocks + std::int64_t{2} * 8 * attend.params.row_blocks * core::kDomains;

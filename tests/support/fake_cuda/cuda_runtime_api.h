@@ -76,6 +76,8 @@ inline cudaError_t cudaMemset(void* memory, int value, std::size_t bytes) {
 }
 
 struct dim3 {
+  dim3() = default;
+  explicit dim3(unsigned count) : x(count) {}
   unsigned x = 1, y = 1, z = 1;
 };
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization, cudaLaunchAttributeClusterDimension };

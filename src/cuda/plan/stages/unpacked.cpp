@@ -38,12 +38,12 @@ class Unpacked final : public Stage {
     const auto bytes_of = [&](int head_dim) {
       return aligned(static_cast<std::size_t>(rule_.rows) * static_cast<std::size_t>(2 * head_dim));
     };
-    side_bytes_ = bytes_of(std::max(p.head_dim, p.v_head_dim));
+    key_bytes_ = bytes_of(p.head_dim), value_bytes_ = bytes_of(p.v_head_dim);
     if (has_byte_keys()) {
       // A tile may reach behind the last page, by one less than it has.
       const std::size_t rows = key_rows() + static_cast<std::size_t>(kernels_[0].key_rows);
       factors_at_ = aligned(rows * static_cast<std::size_t>(kernels_[0].head_dim));
-      side_bytes_ = std::max(side_bytes_, factors_at_ + aligned(rows * sizeof(float)));
+      key_bytes_ = factors_at_ + aligned(rows * sizeof(float));
       for (const core::DeviceSequence& s : planning.work.sequences) most_queries_ += s.q_len;
       const auto query_rows =
           static_cast<std::size_t>(most_queries_) * static_cast<std::size_t>(planning.params.q_heads);
@@ -56,7 +56,7 @@ class Unpacked final : public Stage {
   }
 
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override {
-    return keys_at_ + 2 * side_bytes_ + all_query_bytes_;
+    return keys_at_ + key_bytes_ + value_bytes_ + all_query_bytes_;
   }
   [[nodiscard]] std::string explain() const override {
     const DenseKernel& one = kernels_[0];
@@ -76,7 +76,7 @@ class Unpacked final : public Stage {
         "serves     sequences that have at least {} rows of queries, if these are bf16 or f16 and lie at multiples of "
         "16 bytes, as long as rounds have room\n",
         core::kPrefillUnpacked, format_info(k_).name, format_info(v_).name, head_dim_, one.rows, one.keys, why_,
-        products, rule_.rounds, rule_.rows, 2 * side_bytes_ >> 20, multiprocessors_, describe_block(one),
+        products, rule_.rounds, rule_.rows, (key_bytes_ + value_bytes_) >> 20, multiprocessors_, describe_block(one),
         rule_.least_rows);
   }
   Status run(StageRun& run) const override {
@@ -90,7 +90,8 @@ class Unpacked final : public Stage {
     const bool is_bf16 = p.q.dtype == Dtype::bf16 && p.cache.encoded_layout.k.format == Format::bf16;
     const DenseKernel& kernel = *kernel_of_dtype(kernels_, is_bf16 ? Dtype::bf16 : Dtype::f16);
     std::byte* const keys = run.workspace + keys_at_;
-    std::byte* const queries_at = keys + 2 * side_bytes_;
+    std::byte* const values_at = keys + key_bytes_;
+    std::byte* const queries_at = values_at + value_bytes_;
     float* const factors = has_byte_keys() ? reinterpret_cast<float*>(keys + factors_at_) : nullptr;
     const prefill::ByteQueries queries{queries_at, reinterpret_cast<float*>(queries_at + query_bytes_)};
     RoundRule rule = rule_;
@@ -103,7 +104,7 @@ class Unpacked final : public Stage {
     prefill::unpacked::UnpackTo to{.round = tables.rounds,
                                    .parts = tables.parts,
                                    .keys = keys,
-                                   .values = keys + side_bytes_,
+                                   .values = values_at,
                                    .factors = factors,
                                    .queries = queries,
                                    .most_queries = most_queries_,
@@ -155,8 +156,9 @@ class Unpacked final : public Stage {
   const Format k_, v_;
   const std::string head_dim_;
   const int multiprocessors_;
-  std::size_t parts_at_, served_at_, keys_at_, side_bytes_, factors_at_ = 0;  // in the workspace, behind the rounds
-  int most_queries_ = 0;                                                      // that become bytes
+  // In the workspace, behind the rounds.
+  std::size_t parts_at_, served_at_, keys_at_, key_bytes_, value_bytes_, factors_at_ = 0;
+  int most_queries_ = 0;  // that become bytes
   std::size_t query_bytes_ = 0, all_query_bytes_ = 0;
 };
 
