@@ -12,7 +12,7 @@ namespace {
 const WriteKernel* find_kernel(int head_dim) {
   static const WriteKernel kKernels[] = {
 #define KVANT_ENTRY(head_dim) write_kernel_of<head_dim>(),
-      KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
+      KVANT_CUDA_EACH_OF_APPEND(KVANT_ENTRY)
 #undef KVANT_ENTRY
   };
   const auto* found = std::find_if(std::begin(kKernels), std::end(kKernels),

@@ -144,7 +144,7 @@ WriteKernel write_kernel_of();
 #define KVANT_DECLARE(head_dim) \
   template <>                   \
   WriteKernel write_kernel_of<head_dim>();
-KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+KVANT_CUDA_EACH_OF_APPEND(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
 // The kernels that write pages with such a layout, by their head_dims: one for both sides, or one for each, whose

@@ -20,7 +20,7 @@ constexpr std::int32_t kDecodedAtOnce = 4096;  // blocks
 
 Status check_spec(const core::CacheSpec& spec, const core::PagesTail& tail) {
   if (!WriteKernels(spec.encoded).is_compiled())
-    return {Code::unsupported, refuse_head_dim(instances(), spec.head_dims().k)};
+    return {Code::unsupported, refuse_head_dim(instances(), spec.head_dims())};
   for (const auto& [side, format] : {std::pair("k", spec.k), std::pair("v", spec.v)}) {
     if (format != Format::f32) continue;
     return {Code::unsupported,
@@ -286,8 +286,7 @@ class Blocks final : public core::DevicePages, public WrittenPages {
     return encode(lists.full, &lists.counts->full, 0, tail().layers, stream);
   }
   Result<std::int64_t> take_misses(Stream stream) const override {
-    const Current current(device_);
-    const auto misses = take_number(tail_.state.misses, stream);
+    const auto misses = take_number(device_, tail_.state.misses, stream);
     if (!misses) return misses.status();
     return static_cast<std::int64_t>(*misses);
   }

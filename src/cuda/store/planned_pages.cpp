@@ -3,6 +3,28 @@
 #include <utility>
 
 namespace kvant::cuda {
+namespace {
+
+Status take(int device, void* from, void* to, std::size_t bytes, Stream stream) {
+  const Current current(device);
+  KVANT_CUDA_TRY(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, native(stream)));
+  KVANT_CUDA_TRY(cudaMemsetAsync(from, 0, bytes, native(stream)));
+  KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
+  return {};
+}
+
+}  // namespace
+
+Result<std::uint64_t> take_number(int device, unsigned long long* number, Stream stream) {
+  std::uint64_t value = 0;
+  if (Status s = take(device, number, &value, sizeof(value), stream); !s) return s;
+  return value;
+}
+Result<bool> take_flag(int device, std::uint32_t* flag, Stream stream) {
+  std::uint32_t value = 0;
+  if (Status s = take(device, flag, &value, sizeof(value), stream); !s) return s;
+  return value != 0;
+}
 
 Status WrittenPages::open() {
   const Result<DeviceLimits> limits = find_limits(device_);

@@ -80,25 +80,9 @@ class Memory {
   std::vector<void*> taken_;
 };
 
-// Waits for the stream; the number is zero then.
-template <class T>
-Result<T> take_number(T* number, Stream stream) {
-  T value = 0;
-  const auto fetch = [&]() -> Status {
-    KVANT_CUDA_TRY(cudaMemcpyAsync(&value, number, sizeof(value), cudaMemcpyDeviceToHost, native(stream)));
-    KVANT_CUDA_TRY(cudaMemsetAsync(number, 0, sizeof(value), native(stream)));
-    KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
-    return {};
-  };
-  if (Status s = fetch(); !s) return s;
-  return value;
-}
-inline Result<bool> take_flag(int device, std::uint32_t* flag, Stream stream) {
-  const Current current(device);
-  const auto value = take_number(flag, stream);
-  if (!value) return value.status();
-  return *value != 0;
-}
+// Wait for the stream; the number is zero then.
+Result<std::uint64_t> take_number(int device, unsigned long long* number, Stream stream);
+Result<bool> take_flag(int device, std::uint32_t* flag, Stream stream);
 
 // Pages and the one way to write to them.
 class WrittenPages : public PlannedPages {

@@ -20,7 +20,7 @@ std::uint64_t count_of(T n) {
 
 Status check_config(const core::DeviceCacheConfig& c) {
   if (!WriteKernels(c.encoded).is_compiled()) {
-    return {Code::unsupported, refuse_head_dim(instances(), c.head_dims.k)};
+    return {Code::unsupported, refuse_head_dim(instances(), c.head_dims)};
   }
   const Format k = c.encoded.k.format, v = c.encoded.v.format;
   const auto goes = [](Format format) { return codec::is_lut(format) || codec::is_dense(format); };
