@@ -57,7 +57,7 @@ inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function
   return cudaSuccess;
 }
 
-enum cudaMemcpyKind { cudaMemcpyHostToDevice };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 inline cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
   *memory = std::calloc(bytes, 1);
   return cudaSuccess;
@@ -72,6 +72,24 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cud
 }
 inline cudaError_t cudaMemset(void* memory, int value, std::size_t bytes) {
   std::memset(memory, value, bytes);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
+  return cudaMemcpy(to, from, bytes, kind);
+}
+inline cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t) {
+  return cudaMemset(memory, value, bytes);
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() {
+  return cudaSuccess;
+}
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 
