@@ -184,6 +184,7 @@ TEST(CudaWrites, ALaunchTakesSoManySequences) {
     EXPECT_NE(p.non_finite, nullptr);
     EXPECT_EQ(p.list.slots, nullptr);
     const bool is_first = &one == &seen.writes.front();
+    EXPECT_EQ(p.entries, &one == &seen.writes.back() ? 1 : WriteParams::kMostEntries);
     EXPECT_EQ(p.most_tokens, is_first ? 130 : 1);
     EXPECT_EQ(p.items_each, is_first ? 0 : static_cast<std::int32_t>(write_items(1, 1)));
     std::int32_t items = 0, tokens = 0;
