@@ -21,6 +21,7 @@ struct WriteLaunched {
 struct {
   std::vector<EntryBatch> entries;
   std::vector<WriteLaunched> writes;
+  std::vector<ReadBackParams> reads;
   std::vector<int> prepared;
 } seen;
 
@@ -64,7 +65,8 @@ cudaError_t advance_lengths(const AdvanceBatch&, bool, cudaStream_t) {
 cudaError_t copy_slots(const CopyBatch&, cudaStream_t) {
   return cudaSuccess;
 }
-cudaError_t read_back(const ReadBackParams&, int, cudaStream_t) {
+cudaError_t read_back(const ReadBackParams& params, int, cudaStream_t) {
+  seen.reads.push_back(params);
   return cudaSuccess;
 }
 Status failed(const char* call, cudaError_t) {
@@ -249,6 +251,83 @@ TEST(CudaWrites, ImportedFormatsHaveAKernelOfTheirOwn) {
   ASSERT_EQ(seen.writes.size(), 1u);
   EXPECT_EQ(seen.writes[0].kernel, 0);
   EXPECT_EQ(seen.writes[0].params.sides, WriteSides::both);
+}
+
+TEST(CudaReads, TensorsAndRangesAreHandedOver) {
+  const auto cache = make(Format::tq6, Format::tq4, {192, 128});
+  std::byte rows[2][16];
+  const MutableTensorView keys{rows[0], Dtype::bf16, {4, 2, 192}, {400, 200, 1}, 800};
+  const MutableTensorView values{rows[1], Dtype::f16, {4, 2, 128}, {300, 150, 1}, 600};
+  const core::DeviceRange ranges[] = {{5, 60, 130, false}, {6, 3, 3, false}, {7, 64, 65, true}};
+  ASSERT_TRUE(cache->decode(ranges, 1, keys, values, {}).ok());
+  ASSERT_EQ(seen.reads.size(), 1u);
+  const ReadBackParams& p = seen.reads[0];
+  EXPECT_EQ(p.layer, 1);
+  EXPECT_EQ(p.items, 4);
+  ASSERT_EQ(p.entries, 2);  // an empty range has none
+  EXPECT_EQ(p.entry[1].index, 7);
+  EXPECT_EQ(p.entry[1].row_begin, 70);
+  EXPECT_EQ(p.entry[1].range, 2);
+  EXPECT_EQ(p.entry[1].item_begin, 3);
+  EXPECT_EQ(p.entry[1].before_step, 1);
+  for (const auto& [side, t, basis, head_dim] :
+       {std::tuple(p.side[0], keys, BasisKind::hadamard, 192), std::tuple(p.side[1], values, BasisKind::none, 128)}) {
+    EXPECT_EQ(side.rows, t.data);
+    EXPECT_EQ(side.token_stride, t.stride[0]);
+    EXPECT_EQ(side.head_stride, t.stride[1]);
+    EXPECT_EQ(side.batch_stride, t.batch_stride);
+    EXPECT_EQ(side.dtype, t.dtype);
+    EXPECT_EQ(side.basis, basis);
+    EXPECT_EQ(side.head_dim, head_dim);
+    EXPECT_EQ(side.center, nullptr);
+    EXPECT_EQ(side.inverse, nullptr);
+  }
+}
+
+TEST(CudaReads, ACalibratedBasisIsThatOfTheLayer) {
+  BasisSet bases;
+  for (std::vector<CalibratedBasis>* list : {&bases.keys, &bases.values}) {
+    for (int i = 0; i < 4; ++i) {  // two layers of two heads
+      const auto n = static_cast<float>(i);
+      list->push_back({std::vector(64, n), std::vector(64 * 64, n + 10), std::vector(64 * 64, n + 20)});
+    }
+  }
+  seen = {};
+  const codec::HeadDims dims{64, 64};
+  const auto cache = make_cache({.encoded = codec::page_layout(Format::tq6, Format::tq4, dims),
+                                 .exact = codec::page_layout(Format::bf16, Format::bf16, dims),
+                                 .layers = 2,
+                                 .kv_heads = 2,
+                                 .head_dims = dims,
+                                 .encoded_slots = 2,
+                                 .exact_slots = 2,
+                                 .max_sequences = 1,
+                                 .max_pages = 1,
+                                 .ends = {1, 1},
+                                 .k_basis = BasisKind::calibrated,
+                                 .v_basis = BasisKind::hadamard,
+                                 .bases = &bases,
+                                 .k_levels = {},
+                                 .v_levels = {}})
+                         .value();
+  alignas(16) std::byte rows[16];
+  const TensorView t = TensorView::contiguous(rows, Dtype::bf16, 1, 2, 64);
+  const MutableTensorView out{rows, Dtype::bf16, {1, 2, 64}, {128, 64, 1}, 0};
+  const core::DeviceAppend append{0, 1};
+  const core::DeviceRange range{0, 0, 1, false};
+  ASSERT_TRUE(cache->write({&append, 1}, 1, t, t, {}).ok());
+  ASSERT_TRUE(cache->decode({&range, 1}, 1, out, out, {}).ok());
+  const WriteParams& w = seen.writes.at(0).params;
+  const ReadBackParams& r = seen.reads.at(0);
+  for (const int head : {0, 1}) {
+    const float n = static_cast<float>(2 + head);
+    EXPECT_EQ(w.k.center[head * 64 + 63], n);
+    EXPECT_EQ(w.k.matrix[head * 64 * 64 + 64 * 64 - 1], n + 10);
+    EXPECT_EQ(r.side[0].center[head * 64 + 63], n);
+    EXPECT_EQ(r.side[0].inverse[head * 64 * 64 + 64 * 64 - 1], n + 20);
+  }
+  EXPECT_EQ(w.v.matrix, nullptr);
+  EXPECT_EQ(r.side[1].inverse, nullptr);
 }
 
 }  // namespace

@@ -8,7 +8,6 @@
 #include "cuda/blocks/tables.hpp"
 #include "cuda/blocks/tail.hpp"
 #include "cuda/plan/plan.hpp"
-#include "cuda/read_back/read_back.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/store/planned_pages.hpp"
 #include "cuda/width.hpp"
@@ -232,8 +231,7 @@ class Blocks final : public core::DevicePages, public WrittenPages {
     const Current current(device_);
     KVANT_CUDA_TRY(current.error());
     if (Status s = encode_unencoded(pool, ids, count, stream); !s) return s;
-    ReadBackParams p{};
-    p.cache = view_;
+    ReadBackParams p = read_back_params(0, keys, values);
     p.cache.encoded = pool.data;
     p.cache.encoded_slot_bytes = static_cast<std::uint64_t>(pool.block_stride);
     p.cache.pages = listed_;
@@ -248,12 +246,15 @@ class Blocks final : public core::DevicePages, public WrittenPages {
                                   .pages = listed_,
                                   .sequence = listed_sequence_},
                                  native(stream)));
-      p.side[0] = side_of(keys, k_basis_.kind, spec().head_dims().k, first);
-      p.side[1] = side_of(values, v_basis_.kind, spec().head_dims().v, first);
       p.items = blocks;
       p.entry[0] = {};
       p.entry[0].end = blocks * kPageTokens;
       KVANT_CUDA_TRY(read_back(p, limits_.multiprocessors, native(stream)));
+      for (ReadBackSide& side : p.side) {
+        if (side.rows == nullptr) continue;
+        side.rows = static_cast<std::byte*>(side.rows) +
+                    blocks * kPageTokens * side.token_stride * static_cast<std::int64_t>(dtype_size(side.dtype));
+      }
     }
     return {};
   }
@@ -300,21 +301,6 @@ class Blocks final : public core::DevicePages, public WrittenPages {
     auto plan = std::make_unique<BlockPlan>(shared_from_this(), std::move(options), *this, tail_);
     if (Status s = plan->make(); !s) return s;
     return std::unique_ptr<PagesPlanImpl>(std::move(plan));
-  }
-
-  static ReadBackSide side_of(const MutableTensorView& t, BasisKind basis, int head_dim, std::int64_t first_block) {
-    std::byte* rows = static_cast<std::byte*>(t.data);
-    if (rows != nullptr)
-      rows += first_block * kPageTokens * t.stride[0] * static_cast<std::int64_t>(dtype_size(t.dtype));
-    return {.rows = rows,
-            .token_stride = t.stride[0],
-            .head_stride = t.stride[1],
-            .batch_stride = 0,
-            .dtype = t.dtype,
-            .basis = basis,
-            .head_dim = head_dim,
-            .center = nullptr,
-            .inverse = nullptr};
   }
 
   Status make_tail() {

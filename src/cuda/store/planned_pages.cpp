@@ -13,6 +13,21 @@ Status take(int device, void* from, void* to, std::size_t bytes, Stream stream) 
   return {};
 }
 
+ReadBackSide side_of(const MutableTensorView& t, const BasisArrays& basis, std::size_t first, int head_dim,
+                     int stored) {
+  const auto d = static_cast<std::size_t>(stored);
+  const bool calibrated = basis.kind == BasisKind::calibrated;
+  return {.rows = t.data,
+          .token_stride = t.stride[0],
+          .head_stride = t.stride[1],
+          .batch_stride = t.batch_stride,
+          .dtype = t.dtype,
+          .basis = basis.kind,
+          .head_dim = head_dim,
+          .center = calibrated ? basis.center + first * d : nullptr,
+          .inverse = calibrated ? basis.inverse + first * d * d : nullptr};
+}
+
 }  // namespace
 
 Result<std::uint64_t> take_number(int device, unsigned long long* number, Stream stream) {
@@ -50,6 +65,17 @@ WriteParams WrittenPages::write_params() const {
   p.k.basis = k_basis_.kind;
   p.v.basis = v_basis_.kind;
   p.non_finite = non_finite_;
+  return p;
+}
+
+ReadBackParams WrittenPages::read_back_params(int layer, const MutableTensorView& keys,
+                                              const MutableTensorView& values) const {
+  const std::size_t first = static_cast<std::size_t>(layer) * static_cast<std::size_t>(view_.kv_heads);
+  ReadBackParams p{};
+  p.cache = view_;
+  p.layer = layer;
+  p.side[0] = side_of(keys, k_basis_, first, head_dims_.k, view_.encoded_layout.k.head_dim);
+  p.side[1] = side_of(values, v_basis_, first, head_dims_.v, view_.encoded_layout.v.head_dim);
   return p;
 }
 

@@ -6,6 +6,7 @@
 
 #include "core/fmt.hpp"
 #include "cuda/append/write.hpp"
+#include "cuda/read_back/read_back.hpp"
 #include "cuda/runtime/runtime.hpp"
 #include "cuda/runtime/tuning.hpp"
 #include "cuda/view.hpp"
@@ -99,6 +100,9 @@ class WrittenPages : public PlannedPages {
   // All but what is to be written.
   [[nodiscard]] WriteParams write_params() const;
   Status write(const WriteParams& params, Stream stream) const;
+  // All but which pages are to be read. Tensors may have no data.
+  [[nodiscard]] ReadBackParams read_back_params(int layer, const MutableTensorView& keys,
+                                                const MutableTensorView& values) const;
 
   WriteKernels kernels_;
   Memory memory_;
