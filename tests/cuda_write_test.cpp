@@ -1,5 +1,6 @@
-// What a cache on a device hands to launches, as far as the host makes it (cuda/store/store.hpp, cuda/append/write.hpp):
-// changes of tables, and the parameters of writes. Kernels do nothing here, and no device is needed.
+// A cache on a device hands these to launches, as far as the host makes them (cuda/store/store.hpp,
+// cuda/append/write.hpp): changes of tables, and the parameters of writes and reads. Kernels do nothing here, and no
+// device is needed.
 #include <gtest/gtest.h>
 
 #include <memory>
