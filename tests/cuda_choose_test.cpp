@@ -9,6 +9,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "cuda/plan/kernels_of.hpp"
 #include "support/cuda_record.hpp"
 #include "support/paths.hpp"
 
@@ -381,6 +382,9 @@ TEST(CudaChoose, PlansFindWhatIsCompiled) {
     }
   }
   for (const int width : units::prefill_dense) EXPECT_TRUE(has_unit(units::attend, width)) << width;
+  const auto found = [](int width) { return kernels_of<units::prefill_dense>(width, []<int W>() { return W; }); };
+  for (const int width : units::prefill_dense) EXPECT_EQ(found(width), width);
+  for (const int width : {1, 80, 513, 128192, 192129}) EXPECT_EQ(found(width), 0) << width;  // no other is the next
 }
 
 // Keys and values of different head_dims have decode kernels, and on 9.0 unpacked keys before them.
@@ -395,7 +399,7 @@ TEST(CudaChoose, UnequalWidths) {
   c.queries = 2048;
   EXPECT_EQ(kinds(c, "8.0"), "decode_sm80");
   EXPECT_EQ(kinds(c), "prefill_unpacked, decode_sm80");
-  EXPECT_TRUE(has(choose_for(c).why, "about ")) << choose_for(c).why;
+  EXPECT_TRUE(has(choose_for(c).why, "us, decode kernels ")) << choose_for(c).why;
   c.kernel = "prefill_unpacked";
   EXPECT_EQ(kinds(c), "prefill_unpacked, decode");
   EXPECT_EQ(choose_for(c).why, "as asked for");
