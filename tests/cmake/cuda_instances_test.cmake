@@ -72,6 +72,12 @@ foreach(text "attend_entry<Format::tq6, Format::tq4, 192128, 4>()" "decode_kerne
     message(SEND_ERROR "attend_d192v128.cu does not have ${text}:\n${of_width}")
   endif()
 endforeach()
+foreach(text "EACH_OF_PREFILL_DENSE\\(X\\)[^\n]* X\\(192128\\)\n" "int prefill_dense\\[\\] = {64, [^\n]*, 192128};\n"
+        "EACH_OF_UNPACK\\(X\\)[^\n]* X\\(512\\)\n" "int attend\\[\\] = {64, [^\n]*, 192128};\n")
+  if(NOT header MATCHES "${text}")
+    message(SEND_ERROR "instances.hpp does not have ${text}:\n${header}")
+  endif()
+endforeach()
 if(NOT header MATCHES "EACH_UNEQUAL_WIDTH\\(X\\) +X\\(192128\\)\n" OR attend MATCHES "tq8" OR
    NOT header MATCHES "EACH_PAIR\\(X\\) X\\(tq6, tq4\\)\n" OR
    NOT header MATCHES "OTHER_PAIR\\(X\\) .*X\\(tq8, tq8\\)")
@@ -82,7 +88,7 @@ list(LENGTH hopper_units hopper_count)
 list(LENGTH kvant_cuda_head_dims head_dims)
 list(LENGTH kvant_cuda_widths widths)  # units of attention
 math(EXPR expected "4 * ${head_dims} + ${widths}")
-math(EXPR hopper_expected "2 * ${head_dims}")
+math(EXPR hopper_expected "2 * ${head_dims} + ${widths}")
 if(NOT count EQUAL expected OR NOT hopper_count EQUAL hopper_expected)
   message(SEND_ERROR "${count} and ${hopper_count} units for ${head_dims} head_dims")
 endif()

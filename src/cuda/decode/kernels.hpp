@@ -49,7 +49,7 @@ DecodeKernels decode_kernels();
 #define KVANT_DECLARE(width) \
   template <>                \
   DecodeKernels decode_kernels<width>();
-KVANT_CUDA_EACH_WIDTH(KVANT_DECLARE)
+KVANT_CUDA_EACH_OF_ATTEND(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
 }  // namespace kvant::cuda
