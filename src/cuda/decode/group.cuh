@@ -1,5 +1,5 @@
-// Several queries a sequence on Hopper, 16 rows: a block is one warpgroup, whose products are wgmma's. (More rows are
-// for tile_block.cuh.)
+// Several queries a sequence on Hopper, 16 or 32 rows: a block is one warpgroup, whose products are wgmma's. (64 rows are
+// tile_block.cuh's.)
 //
 // A page is unpacked once for all rows of the block, by each thread for its own part of the register operand:
 // levels do not pass through shared memory. Keys are as in kernels of one warp's products (tile/tiles.cuh): u8 levels
@@ -179,10 +179,11 @@ __device__ __forceinline__ void keep_by_lane(Constants<F>& k, std::byte* mine) {
 
 // Where this lane's weights of a token begin in the operand, which is swizzled: two tokens in two rows, one below the
 // other.
+template <int NT>
 __device__ __forceinline__ int weight_place(int warp, int g, int t, int h) {
-  constexpr int kRow = 32;  // bytes
+  constexpr int kRow = 8 * NT;  // bytes
   const int row = 32 * (g / 4) + 16 * (warp / 2) + 8 * (warp % 2) + 2 * (g % 4) + h;
-  const int swap = row >> 2 & 1, at = 8 * t;
+  const int swap = kRow == 64 ? row >> 1 & 3 : row >> 2 & 1, at = 2 * NT * t;
   return row * kRow + (((at / 16) ^ swap) * 16 + at % 16);
 }
 
@@ -192,15 +193,22 @@ __device__ __forceinline__ void Attend<S>::store_group_weights(std::byte* to, co
                                                                const float (&e)[NT][2], const float (&v)[2]) const {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    *reinterpret_cast<uint2*>(to + places[h]) =
-        make_uint2(ptx::f16x2(e[0][h] * v[h], e[1][h] * v[h]), ptx::f16x2(e[2][h] * v[h], e[3][h] * v[h]));
+    std::uint32_t x[NT / 2];
+#pragma unroll
+    for (int j = 0; j < NT / 2; ++j) x[j] = ptx::f16x2(e[2 * j][h] * v[h], e[2 * j + 1][h] * v[h]);
+    std::byte* place = to + places[h];
+    if constexpr (NT == 8) {
+      *reinterpret_cast<uint4*>(place) = make_uint4(x[0], x[1], x[2], x[3]);
+    } else {
+      *reinterpret_cast<uint2*>(place) = make_uint2(x[0], x[1]);
+    }
   }
 }
 
 // All pages of a part, and its partial. Returns is_last().
 template <class S>
 __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots slots) {
-  static_assert(is_integer(KF) && is_integer(VF) && D == 128 && DV == D && NT == 4);
+  static_assert(is_integer(KF) && is_integer(VF) && D == 128 && DV == D && (NT == 4 || NT == 8));
   constexpr int kTiles = D / 64, kWeightBytes = kPageTokens * R * 2;
   constexpr float kLargeSum = 16384.0f, kLargeScale = 2.0f;
   auto& room = *reinterpret_cast<GroupScratch<S>*>(scratch);
@@ -231,7 +239,7 @@ __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots sl
   const std::uint32_t weight_operand = ptx::operand_low(ptx::shared_address(weights));
   int places[2];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) places[h] = __shfl_sync(~0u, weight_place(warp, g, t, h), lane);  // computed once
+  for (int h = 0; h < 2; ++h) places[h] = __shfl_sync(~0u, weight_place<NT>(warp, g, t, h), lane);  // computed once
   const auto get = [](const float* from, float(&to)[NT]) {
 #pragma unroll
     for (int n = 0; n < NT; n += 4) {

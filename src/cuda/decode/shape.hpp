@@ -20,7 +20,9 @@ constexpr int most_blocks(int column_tiles, int channels) {
 // The same for kernels of a warpgroup. Their launches do not overlap: beside the previous launch's merge one of four
 // blocks would find no room, and come when others have ended (docs/lab/cuda-decode.md).
 template <int NT>
-inline constexpr int kGroupBlocks = NT == 4 ? 4 : 2;
+inline constexpr int kGroupBlocks = NT == 4   ? 4
+                                    : NT == 8 ? 3
+                                              : 2;
 // Threads that a kernel of eight warps is compiled for, more than it has: so many that each gets 128, 168 or 255
 // registers. With 128 for eight rows at D = 512 it spilled little, but took 0.5 us longer; what is left finds room for
 // a block of the merge before.
@@ -204,9 +206,8 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, kWidth, NT), value_dim(kWidth),
   static constexpr bool kCentresPass =
       kTakesCentres && !kByGroup &&
       blocks_with(plan_with(16 * kCentreRow).bytes[0]) == blocks_with(plan_with(0).bytes[0]);
-  static constexpr TilePlan kTilePlan =
-      tile_plan(D, kRows > 32 ? kRows * D * 2 : 0, static_cast<int>(kLayout.code_bytes) + kScaleBytes + kCentreRow,
-                static_cast<int>(sizeof(Info)));
+  static constexpr TilePlan kTilePlan = tile_plan(
+      D, kRows* D * 2, static_cast<int>(kLayout.code_bytes) + kScaleBytes + kCentreRow, static_cast<int>(sizeof(Info)));
   static constexpr SharedPlan kShared = [] {
     SharedPlan plan = plan_with(kCentresPass ? 16 * kCentreRow : 0);
     if (!kByTiles) return plan;
@@ -223,6 +224,6 @@ using OneStage = Shape<KF, VF, kWidth, NT, kWarps, Way::one_stage>;
 template <Format KF, Format VF, int kWidth, int NT>
 using HalfWeights = Shape<KF, VF, kWidth, NT, kWarps, Way::half_weights>;
 template <Format KF, Format VF, int kWidth, int NT>
-using Group = Shape<KF, VF, kWidth, NT, kWarps, (NT > 4 ? Way::tiles : Way::group)>;
+using Group = Shape<KF, VF, kWidth, NT, kWarps, (NT > 8 ? Way::tiles : Way::group)>;
 
 }  // namespace kvant::cuda

@@ -1,10 +1,9 @@
-// Many rows on Hopper, 32 or 64: a block is two warpgroups. The producer unpacks pages to tiles of halves in shared
-// memory, the consumer multiplies tiles. So a page is unpacked once for all rows, whose cost is that of a dense kernel,
-// and neither warpgroup waits for the other's chain of steps.
+// 64 rows on Hopper: a block is two warpgroups. The producer unpacks pages to tiles of halves in shared memory, the
+// consumer multiplies tiles. So a page is unpacked once for all rows, and neither warpgroup waits for the other's chain
+// of steps.
 //
-// Rows. The consumer's products have 64 rows, thread 32 w + 4 g + t has rows g and g + 8 of warp w's sixteen
-// (runtime/wgmma.cuh). Queries are halves in two terms: scores are as exact as the float32 of queries. A block of 64
-// rows multiplies keys twice. In a block of 32 the products' rows g have the first term, and g + 8 the second.
+// Rows. Thread 32 w + 4 g + t of the consumer has rows g and g + 8 of warp w's sixteen (runtime/wgmma.cuh). Queries are
+// halves in two terms, by each of which keys are multiplied: scores are as exact as the float32 of queries.
 //
 // Scores are relative to a reference of their row, which moves only when some are far above it. Weights are halves in
 // units of value scales that the producer finds. Exact pages, which are parts of their own, become halves in units of
@@ -28,7 +27,7 @@ struct TileBlock : Attend<S> {
   static constexpr TilePlan kPlan = S::kTilePlan;
   static constexpr int kKeyTile = kTileKeys * D * 2, kValueTile = kPageTokens * D * 2;
   static constexpr int kQueryRow = D + 8;  // floats, in the memory of tiles of keys
-  static_assert(D == 128 && S::kValueDim == D && (R == 32 || R == 64) && R * kQueryRow * 4 <= kTileStages * kKeyTile);
+  static_assert(D == 128 && S::kValueDim == D && R == 64 && R * kQueryRow * 4 <= kTileStages * kKeyTile);
 
   // A stage of keys. name: the page's number, shifted, with what is known of it (kSeen, kPlain); -1: the part
   // is at an end. shrink: factor of the sums before; at the end the sums' unit. centre: its factor.
@@ -143,7 +142,7 @@ __device__ __forceinline__ void attend_parts(Role& role) {
 
 template <class S>
 __device__ __forceinline__ void attend_tiles(const AttendParams& p, std::byte* shared) {
-  constexpr int kConsumerRegisters = S::kRows > 32 ? 184 : 176;  // all threads begin with 128
+  constexpr int kConsumerRegisters = 184;  // all threads begin with 128
   ptx::wait_prerequisites();
   const TileBlock<S> block(p, shared);
   if (threadIdx.x == 0) {

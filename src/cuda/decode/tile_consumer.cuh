@@ -13,14 +13,13 @@ struct TileConsumer : TileBlock<S> {
   using Page = typename Block::Page;
   static constexpr int D = S::kHeadDim, R = S::kRows;
   static constexpr bool kFinds = true;                         // the block's parts
-  static constexpr int kH = R / 32;                            // rows of a thread
   static constexpr int kScores = kTileKeys / 2;                // a thread's, with a centre's
   static constexpr int kBoxSteps = 4, kBox = kTileKeys * 128;  // steps of a product in a box of channels; its bytes
   // References are below a row's largest score when they move, so that halves hold more of small weights.
   static constexpr float kLargeSum = 16384.0f, kBelow = 6.0f;
 
-  std::uint32_t q[D / 16][4];  // the first term of queries; of 32 rows both
-  float m[kH], l[kH];          // references, this thread's sums of weights
+  std::uint32_t q[D / 16][4];  // the first term of queries
+  float m[2], l[2];            // references, this thread's sums of weights
   bool unsettled;              // some row of the warp has seen no key yet, or keys far below others only
   float o[D / 2];
 
@@ -37,13 +36,13 @@ struct TileConsumer : TileBlock<S> {
     operands = static_cast<std::uint32_t>(ptx::operand(ptx::shared_address(shared + at), 128));
   }
   // The block's row that is the thread's row h.
-  __device__ int row_at(int h) const { return kH == 2 ? 16 * warp + g + 8 * h : 8 * warp + g; }
+  __device__ int row_at(int h) const { return 16 * warp + g + 8 * h; }
 
   __device__ __forceinline__ void begin(const Part&) {}
   __device__ __forceinline__ void take_queries(const Part&) {
     const float inverse = this->query_unit().inverse;
 #pragma unroll
-    for (int h = 0; h < kH; ++h) {
+    for (int h = 0; h < 2; ++h) {
       const float* from = this->query(row_at(h)) + 2 * t;
 #pragma unroll
       for (int i = 0; i < D / 8; ++i) {
@@ -53,16 +52,13 @@ struct TileConsumer : TileBlock<S> {
         const std::uint32_t low = ptx::f16x2(a - ptx::f16_to_f32(static_cast<std::uint16_t>(high)),
                                              b - ptx::f16_to_f32(static_cast<std::uint16_t>(high >> 16)));
         q[i / 2][i % 2 * 2 + h] = high;
-        if constexpr (kH == 1) {
-          q[i / 2][i % 2 * 2 + 1] = low;
-        } else {
-          *reinterpret_cast<std::uint32_t*>(shared + kPlan.rests + prefill::place_by_token<D, R>(row_at(h), i) +
-                                            4 * t) = low;
-        }
+        *reinterpret_cast<std::uint32_t*>(shared + kPlan.rests + prefill::place_by_token<D, R>(row_at(h), i) + 4 * t) =
+            low;
       }
     }
     ptx::fence_for_products();
   }
+
   // --- a page ---
 
   __device__ __forceinline__ void multiply_keys(float (&s)[kScores]) const {
@@ -72,13 +68,11 @@ struct TileConsumer : TileBlock<S> {
 #pragma unroll
     for (int i = 0; i < D / 16; ++i)
       ptx::Wgmma<kTileKeys, false>::template registers<false>(s, q[i], ptx::operand_at(k, step(i, kBox), 128), i > 0);
-    if constexpr (kH == 2) {
-      const std::uint32_t rests = __shfl_sync(~0u, operands, 2 * kTileStages);
+    const std::uint32_t rests = __shfl_sync(~0u, operands, 2 * kTileStages);
 #pragma unroll
-      for (int i = 0; i < D / 16; ++i) {
-        ptx::Wgmma<kTileKeys, false>::template shared<false>(s, ptx::operand_at(rests, step(i, R * 128), 128),
-                                                             ptx::operand_at(k, step(i, kBox), 128), true);
-      }
+    for (int i = 0; i < D / 16; ++i) {
+      ptx::Wgmma<kTileKeys, false>::template shared<false>(s, ptx::operand_at(rests, step(i, R * 128), 128),
+                                                           ptx::operand_at(k, step(i, kBox), 128), true);
     }
     ptx::wgmma_commit();
   }
@@ -101,7 +95,7 @@ struct TileConsumer : TileBlock<S> {
 #pragma unroll
     for (int j = 0; j < kPageTokens / 8; ++j) {
 #pragma unroll
-      for (int h = 0; h < kH; ++h) {
+      for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) visit(s[4 * j + 2 * h + e], j, h, e);
       }
@@ -109,14 +103,14 @@ struct TileConsumer : TileBlock<S> {
   }
 
   // Products to scores in log2 units, relative to `off` of each row: then centres are in it.
-  __device__ __forceinline__ void scale_products(float (&s)[kScores], const Page& page, const float (&centre)[kH],
-                                                 const float (&off)[kH]) const {
+  __device__ __forceinline__ void scale_products(float (&s)[kScores], const Page& page, const float (&centre)[2],
+                                                 const float (&off)[2]) const {
     const auto finish = [&]<bool kChooses>() {
 #pragma unroll
       for (int j = 0; j < kPageTokens / 8; ++j) {
         const float2 f = *reinterpret_cast<const float2*>(this->factors_here() + 4 * j + t);
 #pragma unroll
-        for (int h = 0; h < kH; ++h) {
+        for (int h = 0; h < 2; ++h) {
           const float with = off[h] + centre[h];
           float &a = s[4 * j + 2 * h], &b = s[4 * j + 2 * h + 1];
           a = fmaf(a, kChooses ? fabsf(f.x) : f.x, kChooses && is_negative(f.x) ? off[h] : with);
@@ -136,7 +130,7 @@ struct TileConsumer : TileBlock<S> {
     const int first = (name >> kSlotShift) * kPageTokens + 2 * t;
     if ((name & kSeen) != 0) {
 #pragma unroll
-      for (int h = 0; h < kH; ++h) {
+      for (int h = 0; h < 2; ++h) {
         const int r = row_at(h);
         const auto each = [&](auto change) {
           each_score(s, [&](float& x, int j, int of, int e) {
@@ -153,37 +147,36 @@ struct TileConsumer : TileBlock<S> {
       return;
     }
     // Rolled up, through local memory.
-    float copy[16 * kH];
-    each_score(s, [&](float x, int j, int h, int e) { copy[(2 * j + e) * kH + h] = x; });
+    float copy[32];
+    each_score(s, [&](float x, int j, int h, int e) { copy[(2 * j + e) * 2 + h] = x; });
 #pragma unroll 1
-    for (int i = 0; i < 16 * kH; ++i) {
-      const int r = row_at(i % kH), key = i / kH;
+    for (int i = 0; i < 32; ++i) {
+      const int r = row_at(i % 2), key = i / 2;
       int q_head;
       // Rows without a query see all, so that they are not looked at again in each page.
       copy[i] = this->query_of(part, r, q_head) < 0
                     ? 0.0f
                     : this->transform_one(part, r, first + key / 2 * 8 + key % 2, copy[i]);
     }
-    each_score(s, [&](float& x, int j, int h, int e) { x = copy[(2 * j + e) * kH + h]; });
+    each_score(s, [&](float& x, int j, int h, int e) { x = copy[(2 * j + e) * 2 + h]; });
   }
 
   // Weights as operands, and their sums: weights times value factors, which halves hold.
-  __device__ __forceinline__ void weigh(const float (&s)[kScores], float (&sum)[kH],
+  __device__ __forceinline__ void weigh(const float (&s)[kScores], float (&sum)[2],
                                         std::uint32_t (&w)[kPageTokens / 16][4]) const {
-    float sums[kH][2] = {};
+    float sums[2][2] = {};
 #pragma unroll
     for (int j = 0; j < kPageTokens / 8; ++j) {
       const float2 v = reinterpret_cast<const float2*>(this->factors_here() + 4 * j + t)[1];
 #pragma unroll
-      for (int h = 0; h < kH; ++h) {
+      for (int h = 0; h < 2; ++h) {
         const float a = ptx::ex2(s[4 * j + 2 * h]), b = ptx::ex2(s[4 * j + 2 * h + 1]);
         sums[h][0] += a, sums[h][1] += b;
         w[j / 2][j % 2 * 2 + h] = ptx::f16x2(a * v.x, b * v.y);
-        if constexpr (kH == 1) w[j / 2][j % 2 * 2 + 1] = 0;
       }
     }
 #pragma unroll
-    for (int h = 0; h < kH; ++h) sum[h] = sums[h][0] + sums[h][1];
+    for (int h = 0; h < 2; ++h) sum[h] = sums[h][0] + sums[h][1];
   }
 
   static __device__ __forceinline__ float largest(float (&s)[kScores], int h) {
@@ -202,7 +195,7 @@ struct TileConsumer : TileBlock<S> {
     constexpr float kFar = -4096.0f;  // a score that is relative to less would lose its last digits
     bool is_far = false;
 #pragma unroll
-    for (int h = 0; h < kH; ++h) {
+    for (int h = 0; h < 2; ++h) {
       move_reference(h, fmaxf(m[h], largest(s, h) - kBelow));
       is_far = is_far || m[h] < kFar;
     }
@@ -212,7 +205,7 @@ struct TileConsumer : TileBlock<S> {
   // New references of rows whose scores are far above them.
   __device__ __forceinline__ void raise(float (&s)[kScores]) {
 #pragma unroll
-    for (int h = 0; h < kH; ++h) {
+    for (int h = 0; h < 2; ++h) {
       const float before = m[h];
       move_reference(h, before + fmaxf(largest(s, h) - kBelow, 0.0f));
       const float change = m[h] - before;
@@ -252,14 +245,10 @@ struct TileConsumer : TileBlock<S> {
       multiply_keys(s);
       end_values();
       adds = true;
-      if constexpr (kH == 1) {
-#pragma unroll
-        for (int i = 0; i < kScores; i += 4) s[i] += s[i + 2], s[i + 1] += s[i + 3];
-      }
       const bool plain = (name & kPlain) != 0, absolute = !plain || unsettled;
-      float centre[kH], off[kH];
+      float centre[2], off[2];
 #pragma unroll
-      for (int h = 0; h < kH; ++h) {
+      for (int h = 0; h < 2; ++h) {
         const float product = __shfl_sync(~0u, s[kPageTokens / 2 + 2 * h], 0, 4) * page.centre;
         centre[h] = centred ? product : 0.0f, off[h] = absolute ? 0.0f : -m[h];
       }
@@ -268,20 +257,20 @@ struct TileConsumer : TileBlock<S> {
       if (absolute) settle(s);
       if (page.shrink != 1.0f) {
 #pragma unroll
-        for (int h = 0; h < kH; ++h) scale_sums(h, page.shrink);
+        for (int h = 0; h < 2; ++h) scale_sums(h, page.shrink);
       }
-      float sum[kH];
+      float sum[2];
 #pragma unroll 1
       for (bool raised = false;; raised = true) {
         weigh(s, sum, w);
         bool large = false;
 #pragma unroll
-        for (int h = 0; h < kH; ++h) large = large || !(sum[h] <= kLargeSum);
+        for (int h = 0; h < 2; ++h) large = large || !(sum[h] <= kLargeSum);
         if (raised || !__any_sync(~0u, large)) break;
         raise(s);
       }
 #pragma unroll
-      for (int h = 0; h < kH; ++h) l[h] += sum[h];
+      for (int h = 0; h < 2; ++h) l[h] += sum[h];
       __syncwarp();
       keys.arrive_empty();
       keys.next();
@@ -293,7 +282,7 @@ struct TileConsumer : TileBlock<S> {
 
   __device__ __forceinline__ bool attend(const Part& part) {
 #pragma unroll
-    for (int h = 0; h < kH; ++h) m[h] = kLowest, l[h] = 0.0f;
+    for (int h = 0; h < 2; ++h) m[h] = kLowest, l[h] = 0.0f;
 #pragma unroll
     for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
     unsettled = true;
@@ -308,7 +297,7 @@ struct TileConsumer : TileBlock<S> {
     float* ml = p.partial_ml + static_cast<std::size_t>(part.partial) * (2 * R);
     float* out = p.partial_o + static_cast<std::size_t>(part.partial) * static_cast<std::size_t>(R * D) + 2 * t;
 #pragma unroll
-    for (int h = 0; h < kH; ++h) {
+    for (int h = 0; h < 2; ++h) {
       const int r = row_at(h);
       const float sum = prefill::sum_of_row(l[h]);
       if (t == 0) {
