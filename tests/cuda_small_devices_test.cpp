@@ -30,6 +30,8 @@ TEST(CudaSmallDevices, DecodeKernelsThatDoNotFit) {
       "bf16/bf16 D512 4", "bf16/bf16 D512 8", "bf16/bf16 D512 16",
       // 8 rows at once fit.
       "tq6/tq6 D512 16", "tq8/tq8 D512 16", "fp8/fp8 D512 16",
+      // These are for compute capability 9.0.
+      "tq6/tq4 D128 64 group", "tq4/tq4 D128 64 group",
       // These are for short work, and kernels of four warps serve in their place.
       "tq6/tq4 D128 4 eight warps", "tq6/tq4 D256 8 eight warps", "tq6/tq4 D512 4 eight warps",
       "tq6/tq4 D512 8 eight warps", "tq6/tq4 D512 16 eight warps", "tq4/tq4 D512 4 eight warps",

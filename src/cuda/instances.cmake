@@ -69,7 +69,8 @@ foreach(pair tq6/tq4 tq4/tq4 tq8/tq8)
 endforeach()
 
 # kvant_cuda_group(KEYS/VALUES HEAD_DIM TILES): besides, kernels whose blocks are warpgroups, for several queries a
-# sequence on compute capability 9.0: 4 and 8 tiles, which are 16 and 32 rows (decode/group.cuh), 16 (decode/tile_block.cuh).
+# sequence on compute capability 9.0: 4 and 8 tiles, which are 16 and 32 rows (decode/group.cuh), and 16
+# (decode/tile_block.cuh).
 kvant_cuda_group(tq6/tq4 128 4,8,16)
 kvant_cuda_group(tq4/tq4 128 4,8,16)
 

@@ -1,5 +1,5 @@
-// Several queries a sequence on Hopper, 16 or 32 rows: a block is one warpgroup, whose products are wgmma's. (64 rows are
-// tile_block.cuh's.)
+// Several queries a sequence on Hopper, 16 or 32 rows: a block is one warpgroup, whose products are wgmma's.
+// (tile_block.cuh has 64 rows.)
 //
 // A page is unpacked once for all rows of the block, by each thread for its own part of the register operand:
 // levels do not pass through shared memory. Keys are as in kernels of one warp's products (tile/tiles.cuh): u8 levels

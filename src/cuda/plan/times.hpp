@@ -84,9 +84,9 @@ inline constexpr std::int64_t kFewRows = 53;
 // several row blocks.
 inline constexpr std::int64_t kDecodeStart = 9000, kStartOfMany = 15000, kDenseStartOfMany = 11000, kGroupStart = 22500;
 
-// Kernels of warpgroups (decode/group.cuh) for blocks of 16, 32 and 64 rows: hundredths of the time of 16 rows of
-// one-warp kernels for a page.
-inline constexpr std::int64_t kGroup16 = 91, kGroup32 = 118, kGroup64 = 215;
+// Kernels of warpgroups for blocks of 16 and 32 rows (decode/group.cuh), and of 64 (tile_block.cuh): hundredths of the
+// time of 16 rows of one-warp kernels for a page.
+inline constexpr std::int64_t kGroup16 = 91, kGroup32 = 118, kGroup64 = 177;
 inline constexpr Linear kGroup16Rows = {0, 56}, kGroup32Rows = {0, 160}, kGroup64Rows = {0, 360};
 // The same of kernels of half weights (weights.cuh) for blocks of 16 and 32 rows. For 32 also nanoseconds of a block
 // beside its pages, and of a launch: code of compute_80 (one H100), and code in which launches overlap (one H200).

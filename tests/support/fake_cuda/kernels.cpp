@@ -45,7 +45,8 @@ TableEntry entry_of() {
            .teams = S::kTeams,
            .by_group = S::kByGroup,
            .half_weights = S::kHalfWeights,
-           .one_stage = S::kOneStage}};
+           .one_stage = S::kOneStage,
+           .has_producer = S::kByTiles}};
 }
 // The functions that the tables of decode kernels call.
 template <Format K, Format V, int kWidth, int kTiles>
