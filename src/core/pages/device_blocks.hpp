@@ -19,6 +19,7 @@ struct DeviceBlocksConfig {
   codec::PageLayout encoded;
   int kv_heads = 1;
   codec::HeadDims head_dims;  // the tensors'
+  bool latent = false;        // values are latents, which are a part of the keys
   Format k = Format::tq6, v = Format::tq4;
   BasisKind k_basis = BasisKind::none, v_basis = BasisKind::none;
   PagesTail tail;

@@ -80,6 +80,7 @@ class DevicePagesImpl final : public PagesImpl {
                                       .encoded = spec().encoded,
                                       .kv_heads = spec().config.kv_heads,
                                       .head_dims = spec().head_dims(),
+                                      .latent = spec().is_latent(),
                                       .k = spec().k,
                                       .v = spec().v,
                                       .k_basis = spec().config.k_basis,

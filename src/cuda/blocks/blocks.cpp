@@ -184,7 +184,8 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
                                         .k = config_.k,
                                         .v = config_.v,
                                         .kv_heads = config_.kv_heads,
-                                        .head_dims = config_.head_dims};
+                                        .head_dims = config_.head_dims,
+                                        .latent = config_.latent};
     if (Status s = plan_.prepare(config, {.entries = tables_.entries}); !s) return s;
     if (Status s = plan_.list_items({}); !s) return s;
     KVANT_CUDA_TRY(cudaDeviceSynchronize());

@@ -24,6 +24,7 @@ struct AttendKernel {
   bool by_group;                    // a block is a warpgroup: for several queries, on Hopper (decode/group.cuh)
   bool half_weights = false;        // for several queries (weights.cuh)
   bool one_stage = false;           // for both sides of a page: where the usual kernel does not fit
+  bool latent = false;              // of latents (decode_latent/kernel.cuh): takes all formats of 16 bits and fewer
   [[nodiscard]] constexpr int warps() const { return team * teams; }
   [[nodiscard]] constexpr bool has_eight_warps() const { return warps() > kAttendWarps; }  // for short work
 };
@@ -48,7 +49,7 @@ DecodeKernels decode_kernels();
 #define KVANT_DECLARE(width) \
   template <>                \
   DecodeKernels decode_kernels<width>();
-KVANT_CUDA_EACH_WIDTH(KVANT_DECLARE)
+KVANT_CUDA_EACH_DECODE_WIDTH(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
 }  // namespace kvant::cuda

@@ -50,6 +50,8 @@ struct AttendParams {
   BatchEntry first_entries[kEntriesInParams];  // its first ones, a load less away
   int known_entries;  // entries that first_entries has; 0: a launch in the stream makes the entries
   int q_heads, group, head_dim, v_head_dim;  // the tensors'; stored vectors may be padded
+  bool latent;  // values are latents: the first v_head_dim elements of a query are multiplied with these, the rest with
+                // keys
   int row_blocks;                            // those of the sequence with the most rows
   int rows;                                  // in a block, 1 << row_bits
   int row_bits;
