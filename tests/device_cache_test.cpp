@@ -378,7 +378,8 @@ TEST(DeviceCache, BackendsAreToldTheSizeOfTheTensors) {
 TEST(DeviceCache, KeysAndValuesOfTwoSizesAreStoredWhereThereAreKernels) {
   core::DeviceBackend backend = kFake;
   backend.build = [] {
-    return core::DeviceBuild{.architectures = "", .head_dims = {64, 128, 192}, .widths = {{192, 128}}, .latents = {}, .pairs = {}};
+    return core::DeviceBuild{
+        .architectures = "", .head_dims = {64, 128, 192}, .widths = {{192, 128}}, .latents = {}, .pairs = {}};
   };
   CacheConfig c = config(1, 1);
   c.head_dim = 192, c.v_head_dim = 128;
@@ -424,9 +425,10 @@ TEST(DeviceCache, LatentsAreStoredWhereThereAreKernels) {
     }
   }
   c.rope = 32;
-  EXPECT_EQ(CacheImpl::create(c, &backend).message(),
-            "latent = 512 with rope = 32 on device \"cuda\": kernels there are compiled for latent = 512 with rope = 64; "
-            "use device = \"cpu\"");
+  EXPECT_EQ(
+      CacheImpl::create(c, &backend).message(),
+      "latent = 512 with rope = 32 on device \"cuda\": kernels there are compiled for latent = 512 with rope = 64; "
+      "use device = \"cpu\"");
   c.latent = 64, c.rope = 64;  // not a head_dim of 64
   EXPECT_EQ(CacheImpl::create(c, &backend).code(), Code::unsupported);
   backend.build = [] {

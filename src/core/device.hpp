@@ -153,7 +153,7 @@ struct DeviceBuild {
   std::vector<int> head_dims;
   std::vector<codec::HeadDims> widths;   // keys and values of different head_dims
   std::vector<codec::HeadDims> latents;  // rotary keys and latents
-  std::vector<std::string> pairs;       // "tq6/tq4": formats of keys and values with attention kernels
+  std::vector<std::string> pairs;        // "tq6/tq4": formats of keys and values with attention kernels
 };
 
 // The part of a build that is for the devices of a compute capability.

@@ -41,17 +41,27 @@ TEST_P(GpuLatent, Matches) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Rows, GpuLatent,
-                         testing::Combine(testing::Values(1, 16, 20, 128), testing::Values(1, 2, 4)),
+INSTANTIATE_TEST_SUITE_P(Rows, GpuLatent, testing::Combine(testing::Values(1, 16, 20, 128), testing::Values(1, 2, 4)),
                          [](const auto& i) {
                            return fmt::format("heads{}_q{}", std::get<0>(i.param), std::get<1>(i.param));
                          });
 
 TEST(GpuLatentShort, EveryFormat) {
   SKIP_WITHOUT_DEVICE();
-  for (const Formats& pair : {Formats{"tq8", "tq4"}, {"tq8", "tq6"}, {"tq8", "tq8"}, {"tq8", "tq5"}, {"tq6", "tq3"},
-                              {"tq5", "tq2"}, {"tq4", "tq4"}, {"tq3", "tq8"}, {"tq2", "tq6"}, {"fp8", "fp8"},
-                              {"tq8", "fp8"}, {"bf16", "bf16"}, {"f16", "f16"}, {"bf16", "f16"}}) {
+  for (const Formats& pair : {Formats{"tq8", "tq4"},
+                              {"tq8", "tq6"},
+                              {"tq8", "tq8"},
+                              {"tq8", "tq5"},
+                              {"tq6", "tq3"},
+                              {"tq5", "tq2"},
+                              {"tq4", "tq4"},
+                              {"tq3", "tq8"},
+                              {"tq2", "tq6"},
+                              {"fp8", "fp8"},
+                              {"tq8", "fp8"},
+                              {"bf16", "bf16"},
+                              {"f16", "f16"},
+                              {"bf16", "f16"}}) {
     EXPECT_TRUE(GpuWorld(latent_spec(pair.k, pair.v, 16, {{300, 2}, {64, 1}})).matches()) << name_of(pair);
   }
 }
@@ -130,7 +140,7 @@ TEST(GpuLatentShort, NumbersThatAreNotFinite) {
       GpuWorld w(spec);
       std::vector<float>& rows = in_key ? w.host.qkv[0].k : w.host.qkv[0].v;
       const std::size_t dim = in_key ? 64 : 512;
-      rows[198 * dim + 5] = NAN;  // seen by the last two queries
+      rows[198 * dim + 5] = NAN;                                                // seen by the last two queries
       w.host.qkv[0].q[16 * 576 * 1 + 3 * 576 + (in_key ? 570 : 5)] = INFINITY;  // query 1, head 3
       Cache cache = Cache::create(device_config(spec, 0)).value();
       const SequenceId id = cache.add_sequence();
@@ -157,8 +167,9 @@ TEST(GpuLatentShort, Explains) {
   if (!why_no_sm90().empty()) GTEST_SKIP() << why_no_sm90();
   const GpuWorld w(latent_spec("tq8", "tq4", 16, {{300, 1}}));
   const std::string text = w.try_attend().value().explain;
-  for (const char* part : {"kernel     decode_sm90 tq8/tq4, head_dim 512+64, 64 query rows at once", "latent 512, rope 64",
-                           "keys and latents decoded to f16", "132 (1 a multiprocessor) of 16 warps"}) {
+  for (const char* part :
+       {"kernel     decode_sm90 tq8/tq4, head_dim 512+64, 64 query rows at once", "latent 512, rope 64",
+        "keys and latents decoded to f16", "132 (1 a multiprocessor) of 16 warps"}) {
     if (std::string(part).starts_with("132")) continue;  // of an H200 alone
     EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
   }

@@ -105,8 +105,14 @@ std::vector<Trial> trials() {
   }
   // Latents and rotary keys.
   for (const int d : kLatentWidths) {
-    for (const Formats& pair : {Formats{"tq8", "tq4"}, {"tq8", "tq6"}, {"tq8", "tq8"}, {"tq4", "tq3"}, {"fp8", "fp8"},
-                                {"bf16", "tq4"}, {"bf16", "bf16"}, {"f32", "lut4"}}) {
+    for (const Formats& pair : {Formats{"tq8", "tq4"},
+                                {"tq8", "tq6"},
+                                {"tq8", "tq8"},
+                                {"tq4", "tq3"},
+                                {"fp8", "fp8"},
+                                {"bf16", "tq4"},
+                                {"bf16", "bf16"},
+                                {"f32", "lut4"}}) {
       const auto& ends = kEnds[turn % 5];
       const KeyCentre centre = pair.k[0] == 't' && turn % 4 != 0 ? KeyCentre::page : KeyCentre::none;
       all.push_back({pair, d, kInputs[turn % 3], ends[0], ends[1], turn % 4 == 3 ? 150 : 0, centre});

@@ -28,25 +28,30 @@ struct Scores : Block<S> {
   __device__ __forceinline__ void multiply(float (&of_latents)[kScores], float (&of_keys)[kScores]) const {
     using Product = ptx::Wgmma<kPageTokens, false>;
     const int stage = pages.stage();
-    const std::uint64_t keys = ptx::operand(this->shared_at(S::kKeysAt + stage * S::kKeys), 128);
-    const std::uint64_t latents = ptx::operand(this->shared_at(S::kLatentsAt + stage * S::kLatents), 128);
-    const std::uint64_t of_q = ptx::operand(this->shared_at(S::kKeyQueriesAt), 128);
-    const std::uint64_t q = ptx::operand(this->shared_at(S::kQueriesAt), 128);
+    // Each found anew: the compiler would keep the places of all products in registers.
+    const std::uint32_t keys = ptx::operand_low(this->shared_at(S::kKeysAt + stage * S::kKeys));
+    std::uint32_t latents = ptx::operand_low(this->shared_at(S::kLatentsAt + stage * S::kLatents));
+    std::uint32_t q = ptx::operand_low(this->shared_at(S::kQueriesAt));
     Ring<kStages>::wait(this->first_full + 8 * stage, pages.place.parity());
     ptx::wgmma_fence();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (half == 1) pages.wait_full();
+      if (half == 1) {
+        pages.wait_full();
+        ptx::wgmma_fence();
+        q = __shfl_sync(~0u, q, 0), latents = __shfl_sync(~0u, latents, 0);
+      }
 #pragma unroll
       for (int j = 0; j < S::DV / 32; ++j) {
         const int i = half * S::DV / 32 + j;
-        Product::template shared<true>(of_latents, q + ptx::operand_step(i / 4 * 64 * 128 + i % 4 * 32),
-                                       latents + ptx::operand_step(i * 16 * 128), i > 0);
+        Product::template shared<true>(of_latents, ptx::operand_at(q, i / 4 * 64 * 128 + i % 4 * 32, 128),
+                                       ptx::operand_at(latents, i * 16 * 128, 128), i > 0);
       }
     }
 #pragma unroll
     for (int i = 0; i < S::D / 16; ++i)
-      Product::template shared<false>(of_keys, of_q + ptx::operand_step(32 * i), keys + ptx::operand_step(32 * i), i > 0);
+      Product::template shared<false>(of_keys, ptx::operand_at(q, S::kKeyQueriesAt - S::kQueriesAt + 32 * i, 128),
+                                      ptx::operand_at(keys, 32 * i, 128), i > 0);
     ptx::wgmma_commit();
   }
 
@@ -86,8 +91,8 @@ struct Scores : Block<S> {
   // Weights row by row of 128 bytes, as products take them.
   __device__ __forceinline__ void store_weights(const float (&s)[kScores], float factor) const {
     const int thread = ptx::thread_here() % 128, row = thread / 32 * 16 + thread % 16;
-    const std::uint32_t to = this->shared_at(S::kWeightsAt + row * 128) +
-                             static_cast<std::uint32_t>((thread / 16 % 2 ^ row % 8) * 16);
+    const std::uint32_t to =
+        this->shared_at(S::kWeightsAt + row * 128) + static_cast<std::uint32_t>((thread / 16 % 2 ^ row % 8) * 16);
 #pragma unroll
     for (int i = 0; i < kScores / 8; ++i) {
       std::uint32_t w[4];
@@ -147,7 +152,8 @@ struct Scores : Block<S> {
       unit = fmaxf(unit, info.latent_unit);
       const float shrink = before / unit;
       weights.wait_empty();
-      if (t == 0) facts.shrink[row_at(0)] = raised[0].alpha * shrink, facts.shrink[row_at(1)] = raised[1].alpha * shrink;
+      if (t == 0)
+        facts.shrink[row_at(0)] = raised[0].alpha * shrink, facts.shrink[row_at(1)] = raised[1].alpha * shrink;
       store_weights(s, kWeightUnit * (info.latent_unit / unit));
       if (threadIdx.x == 0) facts.is_end = 0;
       has_weights = true;
@@ -188,7 +194,7 @@ struct Sums : Block<S> {
     float o[kSums];
 #pragma unroll
     for (int i = 0; i < kSums; ++i) o[i] = 0.0f;
-    const std::uint64_t w = ptx::operand(this->shared_at(S::kWeightsAt), 128);
+    const std::uint32_t w = ptx::operand_low(this->shared_at(S::kWeightsAt));
     float unit;
 #pragma unroll 1
     for (;;) {
@@ -205,16 +211,16 @@ struct Sums : Block<S> {
       // The scores' products have waited for these; a wait of its own orders them for this warpgroup.
       Ring<kStages>::wait(this->first_full + 8 * pages.stage(), pages.place.parity());
       pages.wait_full();
-      const std::uint64_t v =
-          ptx::operand(this->shared_at(S::kLatentsAt + pages.stage() * S::kLatents + column * 128), 128);
+      const std::uint32_t v =
+          ptx::operand_low(this->shared_at(S::kLatentsAt + pages.stage() * S::kLatents + column * 128));
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kPageTokens / 16; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           ptx::Wgmma<S::kColumns / 2, false>::template shared<false>(
-              *reinterpret_cast<float(*)[kHalf]>(o + half * kHalf), w + ptx::operand_step(32 * i),
-              v + ptx::operand_step(half * S::kColumns / 2 * 128 + 32 * i), true);
+              *reinterpret_cast<float(*)[kHalf]>(o + half * kHalf), ptx::operand_at(w, 32 * i, 128),
+              ptx::operand_at(v, half * S::kColumns / 2 * 128 + 32 * i, 128), true);
         }
       }
       ptx::wgmma_commit();

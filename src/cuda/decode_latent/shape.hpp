@@ -35,12 +35,13 @@ struct Shape {
   struct Facts {
     Item item;
     PageInfo pages[kStages];
-    float2 rows[kRows];    // factors of the products of a row's two parts, to units of log2; NaN: it is not finite
-    float shrink[kRows];   // factors of a row's sums
-    float unit;            // of all sums
-    int is_end;            // of a part: there are no more weights
-    std::uint16_t ratios[kStages][kScaleGroups][kPageTokens];  // scales of latents, in the page's unit
-    float centre[kStages][D];
+    alignas(16)
+        float2 rows[kRows];  // factors of the products of a row's two parts, to units of log2; NaN: it is not finite
+    float shrink[kRows];     // factors of a row's sums
+    float unit;              // of all sums
+    int is_end;              // of a part: there are no more weights
+    alignas(16) std::uint16_t ratios[kStages][kScaleGroups][kPageTokens];  // scales of latents, in the page's unit
+    alignas(16) float centre[kStages][D];
     std::uint64_t first_full[kStages], full[kStages], empty[kStages], weights_full, weights_empty;
   };
   static constexpr int kQueriesAt = 0, kKeyQueriesAt = kRows * DV * 2;

@@ -107,7 +107,9 @@ struct Unpacker : Block<S> {
     const auto* scales = reinterpret_cast<const unsigned short*>(block + side.scale_offset);
     return ptx::f16_to_f32(__ldg(scales + group * kPageTokens + token));
   }
-  __device__ __forceinline__ static bool is_finite(float x) { return fabsf(x) < __builtin_huge_valf(); }
+  __device__ __forceinline__ static bool is_finite(float x) {
+    return fabsf(x) < __builtin_huge_valf();
+  }
 
   __device__ __forceinline__ void take_coded(const codec::PageLayout& layout, const std::byte* block, int page,
                                              int flags) {
@@ -130,7 +132,9 @@ struct Unpacker : Block<S> {
       key_most = fmaxf(key_most, is_finite(scale) ? 128.0f * fabsf(scale) : 0.0f);
       bad[h] = __ballot_sync(~0u, !finite);
     }
-    const float latent_unit = unit_for(warp_max(latent_most)), inverse = 1.0f / latent_unit;
+    // Levels are 2^-9, and numbers of fp8 2^-8, of what they are.
+    const float of_levels = codec::is_fp8(layout.v.format) ? 256.0f : 512.0f;
+    const float latent_unit = unit_for(warp_max(latent_most)), inverse = of_levels / latent_unit;
     const int stage = pages.stage();
     // Those of a group by a warp. The stage's were read two pages ago, and a barrier came since.
     {
@@ -139,7 +143,8 @@ struct Unpacker : Block<S> {
       for (int h = 0; h < 2; ++h) {
         const float scale = scale_at(block, layout.v, min(group, groups - 1), lane() + 32 * h);
         facts.ratios[stage][group][lane() + 32 * h] =
-            (bad[h] >> lane() & 1u) != 0 ? std::uint16_t{0} : prefill::half_of(fabsf(scale) * inverse, false);
+            (bad[h] >> lane() & 1u) != 0 ? std::uint16_t{0}
+                                         : prefill::half_of(fabsf(scale) * inverse, false);  // below 1024
       }
     }
     const bool is_centred = codec::is_centred(layout);
@@ -152,21 +157,26 @@ struct Unpacker : Block<S> {
     }
     const float key_unit = unit_for(warp_max(key_most));
     sync();
-    const PageInfo info{page, flags, latent_unit * (codec::is_fp8(layout.v.format) ? 256.0f : 1.0f), key_unit,
-                        {bad[0], bad[1]}};
+    const PageInfo info{page, flags, latent_unit, key_unit, {bad[0], bad[1]}};
     switch (layout.v.format) {
-#define KVANT_TQ_FORMAT(name, ...) \
-  case Format::name: take_latents<Format::name>(layout.v, block, info); break;
-#define KVANT_FP8_FORMAT(name, ...) \
-  case Format::name: take_latents<Format::name>(layout.v, block, info); break;
+#define KVANT_TQ_FORMAT(name, ...)                     \
+  case Format::name:                                   \
+    take_latents<Format::name>(layout.v, block, info); \
+    break;
+#define KVANT_FP8_FORMAT(name, ...)                    \
+  case Format::name:                                   \
+    take_latents<Format::name>(layout.v, block, info); \
+    break;
 #include "codec/formats.def"
       default: return;
     }
     switch (layout.k.format) {
 #define KVANT_TQ_FORMAT(name, ...) \
-  case Format::name: return take_keys<Format::name>(layout, block, is_centred, 1.0f / key_unit, bad);
+  case Format::name:               \
+    return take_keys<Format::name>(layout, block, is_centred, 1.0f / key_unit, bad);
 #define KVANT_FP8_FORMAT(name, ...) \
-  case Format::name: return take_keys<Format::name>(layout, block, is_centred, 1.0f / key_unit, bad);
+  case Format::name:                \
+    return take_keys<Format::name>(layout, block, is_centred, 1.0f / key_unit, bad);
 #include "codec/formats.def"
       default: return;
     }
@@ -198,14 +208,46 @@ struct Unpacker : Block<S> {
 #pragma unroll
       for (int i = 0; i < kUnits / 2; ++i) {
         const int number = half * kUnits / 2 + i;
-        prefill::store_unit<VF, DV, true, true>(latents(), number * 128 + thread(), units[number % kAtOnce], constants,
-                                                ratios);
+        store_latents<VF>(number, units[number % kAtOnce], constants, ratios);
       }
     };
     store(0);
     if constexpr (kAtOnce < kUnits) load(kAtOnce);
     hand_over_first();
     store(1);
+  }
+
+  // Unit `number` of this thread, whose octet is that of all its units: levels, 2^-9 of each, by their scales.
+  template <Format VF>
+  __device__ __forceinline__ void store_latents(int number, const prefill::Unit<VF>& unit,
+                                                const Constants<VF>& constants, const std::uint16_t* ratios) const {
+    constexpr bool kManyScales = side_scale_groups(VF, DV) > 1;
+    const int octet = thread() % 8, first = number * 64 + thread() / 8 * 4;
+    const uint4 r = *reinterpret_cast<const uint4*>(ratios + (kManyScales ? number / 2 * kPageTokens : 0) + 8 * octet);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      std::uint32_t pairs[8];
+      if constexpr (VF == Format::fp8) {
+        prefill::levels<VF, true>(unit, half, constants, pairs);
+      } else {
+        std::uint32_t low[4] = {0, 0, 0, 0}, high = 0;
+#pragma unroll
+        for (int k = 0; k < plane_bits(VF, 0) / 2; ++k) {
+          low[k] = plane_bits(VF, 0) == 8 ? unit.low[(k & 1) * 4 + 2 * half + k / 2]
+                                          : unit.low[plane_bits(VF, 0) / 2 * half + k];
+        }
+        if constexpr (prefill::Unit<VF>::kHigh == 2) high = unit.high[half];
+        if constexpr (prefill::Unit<VF>::kHigh == 1) high = unit.high[0] >> (16 * half);
+        to_small_halves<VF>(unpack<VF>(low, high, constants), pairs);
+      }
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const std::uint32_t* x = pairs + 4 * k;
+        *reinterpret_cast<uint4*>(latents() + prefill::place_by_channel(first + 2 * half + k, octet)) =
+            make_uint4(ptx::multiply_halves(x[0], r.x), ptx::multiply_halves(x[1], r.y),
+                       ptx::multiply_halves(x[2], r.z), ptx::multiply_halves(x[3], r.w));
+      }
+    }
   }
 
   // Rotary keys, rows of tokens: 32 elements a thread.
@@ -236,8 +278,9 @@ struct Unpacker : Block<S> {
       for (int k = 0; k < 8; ++k) {
         const float2 c =
             is_centred ? *reinterpret_cast<const float2*>(centre + 16 * half + 2 * k) : make_float2(0.0f, 0.0f);
-        pairs[k] = ptx::f16x2(fmaf(ptx::f16_to_f32(static_cast<std::uint16_t>(pairs[k])), scale, c.x * of_centre),
-                              fmaf(ptx::f16_to_f32(static_cast<std::uint16_t>(pairs[k] >> 16)), scale, c.y * of_centre));
+        pairs[k] =
+            ptx::f16x2(fmaf(ptx::f16_to_f32(static_cast<std::uint16_t>(pairs[k])), scale, c.x * of_centre),
+                       fmaf(ptx::f16_to_f32(static_cast<std::uint16_t>(pairs[k] >> 16)), scale, c.y * of_centre));
       }
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
@@ -252,7 +295,8 @@ struct Unpacker : Block<S> {
   // A pair of elements in a unit; those that are not finite are zeros.
   __device__ __forceinline__ static float2 pair_of(std::uint32_t bits, bool is_f16, float inverse) {
     const float a = is_f16 ? ptx::f16_to_f32(static_cast<std::uint16_t>(bits)) : __uint_as_float(bits << 16);
-    const float b = is_f16 ? ptx::f16_to_f32(static_cast<std::uint16_t>(bits >> 16)) : __uint_as_float(bits & 0xFFFF0000u);
+    const float b =
+        is_f16 ? ptx::f16_to_f32(static_cast<std::uint16_t>(bits >> 16)) : __uint_as_float(bits & 0xFFFF0000u);
     return {is_finite(a) ? a * inverse : 0.0f, is_finite(b) ? b * inverse : 0.0f};
   }
   // The largest finite element of the rows of `tokens` tokens; sets bits of tokens that have others. A warp has a
@@ -288,7 +332,7 @@ struct Unpacker : Block<S> {
     pages.wait_empty();
     PageInfo& info = facts.pages[stage];
     auto* const most = reinterpret_cast<std::uint32_t*>(facts.centre[stage]);  // these pages have none
-    sync();  // all have seen the stage empty
+    sync();                                                                    // all have seen the stage empty
     if (thread() == 0) info = {page, flags, 1.0f, 1.0f, {0, 0}}, most[0] = most[1] = 0;
     sync();
     const float latent_most = warp_max(look<DV>(layout.v, block, tokens, info.bad));
@@ -319,7 +363,7 @@ struct Unpacker : Block<S> {
     const float inverse = 1.0f / latent_unit;
     const std::byte* rows = block + layout.v.plane_offset[0];
     const auto transpose = [&](int half) {
-      // Two channels of eight tokens: neighbouring lanes have neighbouring channels. A half is 128 such pairs.
+    // Two channels of eight tokens: neighbouring lanes have neighbouring channels. A half is 128 such pairs.
 #pragma unroll 1
       for (int octet = 0; octet < kPageTokens / 8; ++octet) {
         const int pair = half * 128 + thread();

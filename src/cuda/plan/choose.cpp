@@ -137,8 +137,8 @@ Status choose_latent(const PlannedWork& work, const Offers& offers, Choice& choi
   const std::string& asked = work.kernel;
   const bool is_named = asked == core::kDecodeKernels || asked == core::kDecodeSm90;
   if (!asked.empty() && !is_named && asked != core::kGenericKernels)
-    return refuse_kernel(work, fmt::format("latents have the kernels {} and {} on a device", core::kDecodeSm90,
-                                           core::kGenericKernels));
+    return refuse_kernel(
+        work, fmt::format("latents have the kernels {} and {} on a device", core::kDecodeSm90, core::kGenericKernels));
   const auto found =
       std::find_if(offers.decode.begin(), offers.decode.end(), [](const DecodeOffer& one) { return one.latent; });
   std::string missing = generic_only(work);

@@ -58,7 +58,8 @@ Status find_decode(const PlannedWork& work, Compiled& found) {
                       .one_stage = one.one_stage,
                       .latent = one.latent};
     // Plans of few rows ask nothing of the driver.
-    if (one.by_group && (one.latent || work.kernel == core::kDecodeSm90 || work.most_rows() >= times::kLeastGroupRows)) {
+    if (one.by_group &&
+        (one.latent || work.kernel == core::kDecodeSm90 || work.most_rows() >= times::kLeastGroupRows)) {
       if (Status s = find_hopper_code(one.function, one.shared_bytes[0], found.offers.limits, offer.has_code); !s.ok())
         return s;
     }

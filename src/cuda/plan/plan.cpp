@@ -39,8 +39,7 @@ void set_options(const core::DevicePlanConfig& config, const PlannedPages& pages
   p.v_basis = device_basis(pages.v_basis());
   const bool is_plain = base::is_plain(p.logits);
   // A calibrated basis adds a number to all scores of a row.
-  const bool adds =
-      p.k_basis.kind == BasisKind::calibrated || (p.latent && p.v_basis.kind == BasisKind::calibrated);
+  const bool adds = p.k_basis.kind == BasisKind::calibrated || (p.latent && p.v_basis.kind == BasisKind::calibrated);
   p.seen_flags[core::kExact] = is_plain ? kSeen | kPlain : kSeen;
   p.seen_flags[core::kEncoded] = is_plain && !adds ? kSeen | kPlain : kSeen;
 }

@@ -183,8 +183,8 @@ template <Format F>
 __device__ __forceinline__ void to_small_halves(const Sixteen& bytes, std::uint32_t (&pairs)[8]) {
   // 2^15, and what levels are centred on, times 2^-9: (2 level_origin - 1) 2^-10.
   constexpr int kOrigin = 2 * level_origin(F) - 1;
-  static_assert(kOrigin >= 64 && kOrigin < (order_of(F) == Order::natural ? 256 : 128));
-  constexpr int kBit = kOrigin < 128 ? 6 : 7;  // its highest
+  static_assert(kOrigin >= 32 && kOrigin < (order_of(F) == Order::natural ? 256 : 128));
+  constexpr int kBit = kOrigin < 64 ? 5 : kOrigin < 128 ? 6 : 7;  // its highest
   constexpr std::uint32_t kLess = 0x10001u * (0x8000u | (5 + kBit) << 10 | (kOrigin - (1 << kBit)) << (10 - kBit));
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
