@@ -78,8 +78,8 @@ kvant_cuda_group(tq6/tq4 128 4,8,16)
 kvant_cuda_group(tq4/tq4 128 4,8,16)
 
 # kvant_cuda_unit(TEMPLATE NAME WHERE EACH): units NAME_dN.cu made from TEMPLATE, one for each head_dim and, where EACH
-# is `widths`, for each of kvant_cuda_width; where EACH is `latents`, for each of kvant_cuda_latent. `hopper`: kernels that are compiled for 9.0a alone; `any`: others. The
-# units that take longest to compile come first.
+# is `widths`, for each of kvant_cuda_width; where EACH is `latents`, for each of kvant_cuda_latent alone. `hopper`:
+# kernels that are compiled for 9.0a alone; `any`: others. The units that take longest to compile come first.
 kvant_cuda_unit(decode/attend attend any widths)
 kvant_cuda_unit(decode_latent/latent latent any latents)
 kvant_cuda_unit(append/append append any head_dims)

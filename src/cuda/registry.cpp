@@ -84,7 +84,8 @@ std::string detail() {
 }
 
 core::DeviceBuild build() {
-  core::DeviceBuild build{.architectures = KVANT_CUDA_ARCHITECTURES, .head_dims = {}, .widths = {}, .latents = {}, .pairs = {}};
+  core::DeviceBuild build;
+  build.architectures = KVANT_CUDA_ARCHITECTURES;
   const Instances& have = instances();
   build.head_dims.assign(have.head_dims.begin(), have.head_dims.end());
   build.widths.assign(have.widths.begin(), have.widths.end());

@@ -1,4 +1,4 @@
-// What the warpgroups of a block of latents' attention share: the part that it works on, and queries.
+// The part that a block of the kernel of latents works on, its queries, and its barriers.
 #pragma once
 
 #include "cuda/decode/queries.cuh"
@@ -35,9 +35,9 @@ struct Block {
         first_full(ptx::shared_address(facts.first_full)),
         weights{ptx::shared_address(&facts.weights_full), ptx::shared_address(&facts.weights_empty)} {}
 
-  // By one thread.
+  // One thread calls this.
   __device__ void init() const {
-    constexpr int kWarps = 4;  // of a warpgroup
+    constexpr int kWarps = 4;  // a warpgroup's
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(first_full + 8 * i, kWarps);
       ptx::mbarrier_init(pages.full + 8 * i, kWarps);
@@ -53,8 +53,7 @@ struct Block {
   __device__ static void meet() { ptx::barrier<S::kThreads>(0); }
   __device__ bool is_last() const { return facts.item.place.left == 0; }
 
-  // The block's first or next part, by one warp while all others wait. What it needs beside the item has the memory of
-  // weights.
+  // The block's first or next part, by one warp while all others wait. The search has the memory of weights.
   __device__ __forceinline__ void find_part(bool first) const {
     auto& search = *reinterpret_cast<ItemSearch*>(shared + S::kWeightsAt);
     const int item = static_cast<int>(blockIdx.x), lane = static_cast<int>(threadIdx.x) % 32;

@@ -116,10 +116,10 @@ struct Scores : Block<S> {
       l[h] = factors[h].x * 0.0f;  // NaN: the row is not finite
     }
     float s[kScores], of_keys[kScores];
-    bool has_weights = false;  // of the page before, which sums have not been told of
+    bool has_weights = false;  // the page before has weights that were not handed over
 #pragma unroll 1
     for (;;) {
-      // The products of queries with a page come before those of the page before with its weights, if the page is there.
+      // Products of queries with a page come before those of the page before with its weights, if the page has arrived.
       const std::uint32_t full = pages.full + 8 * pages.stage();
       if (has_weights && !ptx::mbarrier_test(full, pages.place.parity())) hand_over(), has_weights = false;
       Ring<kStages>::wait(this->first_full + 8 * pages.stage(), pages.place.parity());
@@ -190,7 +190,7 @@ struct Sums : Block<S> {
     column = (static_cast<int>(threadIdx.x) / 128 - S::kSumsRole) * S::kColumns;
   }
   __device__ __forceinline__ void take_part() {
-    constexpr int kSums = S::kColumns / 2, kHalf = kSums / 2;  // of a thread
+    constexpr int kSums = S::kColumns / 2, kHalf = kSums / 2;  // a thread's
     float o[kSums];
 #pragma unroll
     for (int i = 0; i < kSums; ++i) o[i] = 0.0f;

@@ -12,15 +12,15 @@ inline constexpr int kStages = 2;  // pages in shared memory
 struct PageInfo {
   int page;              // -1: the part has no more
   int flags;             // kSeen, kPlain
-  float latent_unit;     // of the page's latents in shared memory
-  float key_unit;        // of its rotary keys
+  float latent_unit;     // the unit of the page's latents in shared memory
+  float key_unit;        // the unit of its rotary keys
   std::uint32_t bad[2];  // tokens whose vectors are not finite, by bits: their latents are zeros
 };
 
 template <int kWidth>
 struct Shape {
   static constexpr int D = key_dim(kWidth), DV = value_dim(kWidth);
-  static constexpr int kRows = 64;  // of a block
+  static constexpr int kRows = 64;  // a block's
   // Warpgroups: one has scores and weights, two have half of the sums' columns each, one unpacks pages.
   static constexpr int kScoresRole = 0, kSumsRole = 1, kUnpackRole = 3;
   static constexpr int kThreads = 512, kConsumers = 384;
@@ -35,11 +35,11 @@ struct Shape {
   struct Facts {
     Item item;
     PageInfo pages[kStages];
-    alignas(16)
-        float2 rows[kRows];  // factors of the products of a row's two parts, to units of log2; NaN: it is not finite
-    float shrink[kRows];     // factors of a row's sums
-    float unit;              // of all sums
-    int is_end;              // of a part: there are no more weights
+    // Factors of the products of a row's two parts, to units of log2; NaN: the row is not finite.
+    alignas(16) float2 rows[kRows];
+    float shrink[kRows];                                                   // factors of a row's sums
+    float unit;                                                            // the unit of all sums
+    int is_end;                                                            // a part's end: no weights follow
     alignas(16) std::uint16_t ratios[kStages][kScaleGroups][kPageTokens];  // scales of latents, in the page's unit
     alignas(16) float centre[kStages][D];
     std::uint64_t first_full[kStages], full[kStages], empty[kStages], weights_full, weights_empty;

@@ -4,7 +4,7 @@
 // A channel's 64 latents are a row of 128 bytes. The product with queries takes rows as the depth, the product with
 // weights as columns, so that what is unpacked once serves both. Latents are levels times their scales, which are
 // brought to the page's unit, a power of two; rotary keys are in a unit of their own. A vector that is not finite has
-// zeros here, and whoever sees its token is told so by PageInfo.
+// zeros here, and PageInfo names its token.
 #pragma once
 
 #include "codec/centre.hpp"
