@@ -278,7 +278,10 @@ bool GpuWorld::serves(const std::string& kind) const {
   const WorldSpec& s = host.spec;
   const bool is_dense = s.k == "bf16" || s.k == "f16", same = s.k == s.v;
   if (is_generic_only()) return false;
-  if (s.latent) return kind == core::kDecodeSm90 && why_no_sm90().empty();
+  if (s.latent) {  // both sides have codes, or neither
+    const auto dense = [](const std::string& format) { return format == "bf16" || format == "f16"; };
+    return kind == core::kDecodeSm90 && dense(s.k) == dense(s.v) && why_no_sm90().empty();
+  }
   if (host.v_dim() != s.head_dim)  // nothing else reads pages of two head_dims
     return kind == core::kDecodeSm80 && s.k == s.v && (s.k == "tq4" || s.k == "tq8");
   if ((kind == core::kDecodeSm90 || kind == core::kPrefillSm90) && !why_no_sm90().empty()) return false;
