@@ -18,9 +18,9 @@ kvant_cuda_head_dim(512 most)
 # kvant_cuda_width(KEYS/VALUES TILES): keys and values of different head_dims, both of which have a line above.
 kvant_cuda_width(192/128 few)
 
-# kvant_cuda_latent(LATENT+ROPE): latents and rotary keys (multi-head latent attention). Both head_dims have a line
-# above. The kernel of a latent takes all formats.
-kvant_cuda_latent(512+64)
+# kvant_cuda_latent(LATENT+ROPE ROTARY/LATENT,..): latents and rotary keys (multi-head latent attention), and pairs of
+# formats with a kernel for 9.0a. Both head_dims have a line above. Other pairs have the generic kernel.
+kvant_cuda_latent(512+64 tq8/tq4,tq8/tq6,tq8/tq8,tq8/tq5,tq4/tq4,fp8/fp8,bf16/bf16,f16/f16)
 
 # kvant_cuda_pair(KEYS/VALUES WHEN MOST_TILES FEW_TILES), WHEN: by `default`, or when `named` by KVANT_CUDA_PAIRS. The
 # most used pairs come first.

@@ -24,7 +24,7 @@ struct AttendKernel {
   bool by_group;                    // a block is a warpgroup: for several queries, on Hopper (decode/group.cuh)
   bool half_weights = false;        // for several queries (weights.cuh)
   bool one_stage = false;           // for both sides of a page: where the usual kernel does not fit
-  bool latent = false;              // decode_latent/kernel.cuh, for all formats of 16 bits and fewer
+  bool latent = false;              // decode_latent/kernel.cuh
   [[nodiscard]] constexpr int warps() const { return team * teams; }
   [[nodiscard]] constexpr bool has_eight_warps() const { return warps() > kAttendWarps; }  // for short work
 };

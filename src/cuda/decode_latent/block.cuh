@@ -22,9 +22,7 @@ struct Block {
   const AttendParams& p;
   std::byte* shared;
   Facts& facts;
-  // `first_full`: of the first half of a page's latents, and of PageInfo. `full`: of all.
   Ring<kStages> pages;
-  std::uint32_t first_full;
   Ring<1> weights;
 
   __device__ Block(const AttendParams& params, std::byte* memory)
@@ -32,14 +30,12 @@ struct Block {
         shared(memory),
         facts(*reinterpret_cast<Facts*>(memory + S::kFactsAt)),
         pages{ptx::shared_address(facts.full), ptx::shared_address(facts.empty)},
-        first_full(ptx::shared_address(facts.first_full)),
         weights{ptx::shared_address(&facts.weights_full), ptx::shared_address(&facts.weights_empty)} {}
 
   // One thread calls this.
   __device__ void init() const {
     constexpr int kWarps = 4;  // a warpgroup's
     for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(first_full + 8 * i, kWarps);
       ptx::mbarrier_init(pages.full + 8 * i, kWarps);
       ptx::mbarrier_init(pages.empty + 8 * i, 2 * kWarps);
     }

@@ -30,23 +30,13 @@ struct Scores : Block<S> {
     const int stage = pages.stage();
     // Each found anew: the compiler would keep the places of all products in registers.
     const std::uint32_t keys = ptx::operand_low(this->shared_at(S::kKeysAt + stage * S::kKeys));
-    std::uint32_t latents = ptx::operand_low(this->shared_at(S::kLatentsAt + stage * S::kLatents));
-    std::uint32_t q = ptx::operand_low(this->shared_at(S::kQueriesAt));
-    Ring<kStages>::wait(this->first_full + 8 * stage, pages.place.parity());
+    const std::uint32_t latents = ptx::operand_low(this->shared_at(S::kLatentsAt + stage * S::kLatents));
+    const std::uint32_t q = ptx::operand_low(this->shared_at(S::kQueriesAt));
     ptx::wgmma_fence();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half == 1) {
-        pages.wait_full();
-        ptx::wgmma_fence();
-        q = __shfl_sync(~0u, q, 0), latents = __shfl_sync(~0u, latents, 0);
-      }
-#pragma unroll
-      for (int j = 0; j < S::DV / 32; ++j) {
-        const int i = half * S::DV / 32 + j;
-        Product::template shared<true>(of_latents, ptx::operand_at(q, i / 4 * 64 * 128 + i % 4 * 32, 128),
-                                       ptx::operand_at(latents, i * 16 * 128, 128), i > 0);
-      }
+    for (int i = 0; i < S::DV / 16; ++i) {
+      Product::template shared<true>(of_latents, ptx::operand_at(q, i / 4 * 64 * 128 + i % 4 * 32, 128),
+                                     ptx::operand_at(latents, i * 16 * 128, 128), i > 0);
     }
 #pragma unroll
     for (int i = 0; i < S::D / 16; ++i)
@@ -122,7 +112,7 @@ struct Scores : Block<S> {
       // Products of queries with a page come before those of the page before with its weights, if the page has arrived.
       const std::uint32_t full = pages.full + 8 * pages.stage();
       if (has_weights && !ptx::mbarrier_test(full, pages.place.parity())) hand_over(), has_weights = false;
-      Ring<kStages>::wait(this->first_full + 8 * pages.stage(), pages.place.parity());
+      pages.wait_full();
       const PageInfo& info = facts.pages[pages.stage()];
       if (__shfl_sync(~0u, info.page, 0) < 0) break;
       multiply(s, of_keys);
@@ -160,7 +150,6 @@ struct Scores : Block<S> {
       pages.next();
     }
     if (has_weights) hand_over();
-    pages.wait_full();
     pages.next();
     weights.wait_empty();
     if (threadIdx.x == 0) facts.is_end = 1, facts.unit = unit * (1.0f / kWeightUnit);
@@ -208,8 +197,6 @@ struct Sums : Block<S> {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) o[i] *= shrink[i / 2 % 2];
       }
-      // The scores' products have waited for these; a wait of its own orders them for this warpgroup.
-      Ring<kStages>::wait(this->first_full + 8 * pages.stage(), pages.place.parity());
       pages.wait_full();
       const std::uint32_t v =
           ptx::operand_low(this->shared_at(S::kLatentsAt + pages.stage() * S::kLatents + column * 128));

@@ -13,10 +13,9 @@
 namespace kvant::cuda::latent {
 
 // Empty in code for other devices than Hopper.
-template <int kWidth>
-__global__ void __launch_bounds__(Shape<kWidth>::kThreads, 1) latent_kernel(const __grid_constant__ AttendParams p) {
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, 1) latent_kernel(const __grid_constant__ AttendParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using S = Shape<kWidth>;
   extern __shared__ __align__(1024) std::byte latent_memory[];
   Block<S> block(p, latent_memory);
   const int role = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);

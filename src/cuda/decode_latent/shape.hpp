@@ -17,14 +17,17 @@ struct PageInfo {
   std::uint32_t bad[2];  // tokens whose vectors are not finite, by bits: their latents are zeros
 };
 
-template <int kWidth>
+// KF, VF: formats of rotary keys and of latents; 16-bit floats stand for either kind of these.
+template <int kWidth, Format KF, Format VF>
 struct Shape {
+  static constexpr Format kKeyFormat = KF, kValueFormat = VF;
+  static constexpr bool kHasCodes = !codec::is_dense(VF);
   static constexpr int D = key_dim(kWidth), DV = value_dim(kWidth);
   static constexpr int kRows = 64;  // a block's
   // Warpgroups: one has scores and weights, two have half of the sums' columns each, one unpacks pages.
   static constexpr int kScoresRole = 0, kSumsRole = 1, kUnpackRole = 3;
   static constexpr int kThreads = 512, kConsumers = 384;
-  static constexpr int kScoresRegisters = 112, kSumsRegisters = 160, kUnpackRegisters = 80;
+  static constexpr int kScoresRegisters = 104, kSumsRegisters = 160, kUnpackRegisters = 88;
   static constexpr int kColumns = DV / 2;
   static_assert(D == 64 && DV == 512, "the sums of two warpgroups are 256 columns each, rows of keys 128 bytes");
 
@@ -42,7 +45,7 @@ struct Shape {
     int is_end;                                                            // a part's end: no weights follow
     alignas(16) std::uint16_t ratios[kStages][kScaleGroups][kPageTokens];  // scales of latents, in the page's unit
     alignas(16) float centre[kStages][D];
-    std::uint64_t first_full[kStages], full[kStages], empty[kStages], weights_full, weights_empty;
+    std::uint64_t full[kStages], empty[kStages], weights_full, weights_empty;
   };
   static constexpr int kQueriesAt = 0, kKeyQueriesAt = kRows * DV * 2;
   static constexpr int kLatentsAt = kKeyQueriesAt + kRows * D * 2, kKeysAt = kLatentsAt + kStages * kLatents;

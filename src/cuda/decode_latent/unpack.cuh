@@ -21,8 +21,8 @@ struct Unpacker : Block<S> {
 
   __device__ explicit Unpacker(const Base& base) : Base(base) {}
 
-  __device__ static int thread() { return static_cast<int>(threadIdx.x) % 128; }
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int thread() { return ptx::thread_here() % 128; }
+  __device__ static int lane() { return ptx::thread_here() % 32; }
   __device__ static void sync() { ptx::barrier<128>(2); }
   __device__ std::byte* latents() const { return shared + S::kLatentsAt + pages.stage() * S::kLatents; }
   __device__ std::byte* keys() const { return shared + S::kKeysAt + pages.stage() * S::kKeys; }
@@ -69,15 +69,10 @@ struct Unpacker : Block<S> {
     }
     pages.wait_empty();
     if (thread() == 0) facts.pages[pages.stage()].page = -1;
-    hand_over_first();
     hand_over();
   }
   __device__ __forceinline__ static void prefetch(const std::byte* block, std::uint32_t bytes) {
     for (std::uint32_t at = 128 * thread(); at < bytes; at += 128 * 128) ptx::prefetch(block + at);
-  }
-  __device__ __forceinline__ void hand_over_first() const {
-    ptx::fence_for_products();
-    arrive_once(this->first_full + 8 * pages.stage());
   }
   __device__ __forceinline__ void hand_over() {
     ptx::fence_for_products();
@@ -86,11 +81,13 @@ struct Unpacker : Block<S> {
   }
   __device__ __forceinline__ void take_page(const codec::PageLayout& layout, const std::byte* block, int page,
                                             int flags) {
-    if (layout.v.planes == 0) {
-      take_dense(layout, block, page, flags);
-    } else {
-      take_coded(layout, block, page, flags);
+    if constexpr (S::kHasCodes) {
+      if (layout.v.planes > 0) {
+        take_coded(layout, block, page, flags);
+        return hand_over();
+      }
     }
+    take_dense(layout, block, page, flags);
     hand_over();
   }
 
@@ -111,110 +108,89 @@ struct Unpacker : Block<S> {
     return fabsf(x) < __builtin_huge_valf();
   }
 
+  // All that a thread needs of a page is on its way at once, and before the page's stage is empty.
   __device__ __forceinline__ void take_coded(const codec::PageLayout& layout, const std::byte* block, int page,
                                              int flags) {
-    const int groups = layout.v.groups;
+    constexpr Format KF = S::kKeyFormat, VF = S::kValueFormat;
+    constexpr int kGroups = side_scale_groups(VF, DV), kUnits = 2 * DV / 128;
+    static_assert((kGroups == 1 || kGroups == S::kScaleGroups) && side_scale_groups(KF, D) == 1);
+    constexpr int kAtOnce = sizeof(prefill::Unit<VF>) <= 16 ? kUnits : kUnits / 2;  // as many as find registers
+    const int stage = pages.stage();
+    float scales[2][kGroups], key_scales[2], centre = 0.0f, centre_scale = 0.0f;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group)
+        scales[h][group] = scale_at(block, layout.v, group, lane() + 32 * h);
+      key_scales[h] = scale_at(block, layout.k, 0, lane() + 32 * h);
+    }
+    const bool is_centred = codec::is_centred(layout);
+    if (is_centred) {
+      const codec::SideLayout side = codec::centre_layout(layout);
+      centre_scale = ptx::f16_to_f32(__ldg(reinterpret_cast<const unsigned short*>(block + side.scale_offset)));
+      if (thread() < D)
+        centre =
+            codec::centre_element(block + side.plane_offset[0], block + side.plane_offset[1], centre_scale, thread());
+    }
+    prefill::Unit<KF> key_unit_codes;
+    prefill::load_unit<KF, D, false>(block, layout.k, thread(), key_unit_codes);
+    prefill::Unit<VF> units[kAtOnce];
+    const auto load = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        prefill::load_unit<VF, DV, true>(block, layout.v, (first + i) * 128 + thread(), units[i]);
+    };
+    load(0);
     // Every warp looks at all scales.
     float latent_most = 0.0f, key_most = 0.0f;
     std::uint32_t bad[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int token = lane() + 32 * h;
-      bool finite = true;
+      bool finite = is_finite(key_scales[h]);
+      key_most = fmaxf(key_most, finite ? 128.0f * fabsf(key_scales[h]) : 0.0f);
 #pragma unroll
-      for (int group = 0; group < S::kScaleGroups; ++group) {
-        const float scale = scale_at(block, layout.v, min(group, groups - 1), token);
-        finite = finite && is_finite(scale);
-        latent_most = fmaxf(latent_most, is_finite(scale) ? fabsf(scale) : 0.0f);
+      for (int group = 0; group < kGroups; ++group) {
+        finite = finite && is_finite(scales[h][group]);
+        latent_most = fmaxf(latent_most, is_finite(scales[h][group]) ? fabsf(scales[h][group]) : 0.0f);
       }
-      const float scale = scale_at(block, layout.k, 0, token);
-      finite = finite && is_finite(scale);
-      key_most = fmaxf(key_most, is_finite(scale) ? 128.0f * fabsf(scale) : 0.0f);
       bad[h] = __ballot_sync(~0u, !finite);
     }
+    key_most += 32.0f * fabsf(centre_scale);  // tq6's largest level
     // Levels are 2^-9, and numbers of fp8 2^-8, of what they are.
-    const float of_levels = codec::is_fp8(layout.v.format) ? 256.0f : 512.0f;
-    const float latent_unit = unit_for(warp_max(latent_most)), inverse = of_levels / latent_unit;
-    const int stage = pages.stage();
-    // Those of a group by a warp. The stage's were read two pages ago, and a barrier came since.
-    {
-      const int group = thread() / 32;
+    constexpr float kOfLevels = VF == Format::fp8 ? 256.0f : 512.0f;
+    const float latent_unit = unit_for(warp_max(latent_most)), key_unit = unit_for(warp_max(key_most));
+    // The stage's ratios and centre were read two pages ago, and a barrier came since. With one scale a warp has them.
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      if (thread() / 32 != group) continue;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float scale = scale_at(block, layout.v, min(group, groups - 1), lane() + 32 * h);
+        const bool is_bad = (bad[h] >> lane() & 1u) != 0;
         facts.ratios[stage][group][lane() + 32 * h] =
-            (bad[h] >> lane() & 1u) != 0 ? std::uint16_t{0}
-                                         : prefill::half_of(fabsf(scale) * inverse, false);  // below 1024
+            is_bad ? std::uint16_t{0} : prefill::half_of(fabsf(scales[h][group]) * (kOfLevels / latent_unit), false);
       }
     }
-    const bool is_centred = codec::is_centred(layout);
-    if (is_centred) {
-      const codec::SideLayout side = codec::centre_layout(layout);
-      const float scale = ptx::f16_to_f32(__ldg(reinterpret_cast<const unsigned short*>(block + side.scale_offset)));
-      const std::byte *low = block + side.plane_offset[0], *high = block + side.plane_offset[1];
-      if (thread() < D) facts.centre[stage][thread()] = codec::centre_element(low, high, scale, thread());
-      key_most += 32.0f * fabsf(scale);  // tq6's largest level
-    }
-    const float key_unit = unit_for(warp_max(key_most));
+    if (is_centred && thread() < D) facts.centre[stage][thread()] = centre;
     sync();
-    const PageInfo info{page, flags, latent_unit, key_unit, {bad[0], bad[1]}};
-    switch (layout.v.format) {
-#define KVANT_TQ_FORMAT(name, ...)                     \
-  case Format::name:                                   \
-    take_latents<Format::name>(layout.v, block, info); \
-    break;
-#define KVANT_FP8_FORMAT(name, ...)                    \
-  case Format::name:                                   \
-    take_latents<Format::name>(layout.v, block, info); \
-    break;
-#include "codec/formats.def"
-      default: return;
-    }
-    switch (layout.k.format) {
-#define KVANT_TQ_FORMAT(name, ...) \
-  case Format::name:               \
-    return take_keys<Format::name>(layout, block, is_centred, 1.0f / key_unit, bad);
-#define KVANT_FP8_FORMAT(name, ...) \
-  case Format::name:                \
-    return take_keys<Format::name>(layout, block, is_centred, 1.0f / key_unit, bad);
-#include "codec/formats.def"
-      default: return;
-    }
-  }
-
-  template <Format VF>
-  __device__ __forceinline__ void take_latents(const codec::SideLayout& side, const std::byte* block,
-                                               const PageInfo& info) {
-    static_assert(side_scale_groups(VF, DV) == 1 || side_scale_groups(VF, DV) == S::kScaleGroups);
-    // Codes are on their way before the page's stage is empty, as many as find registers.
-    constexpr int kUnits = 2 * DV / 128, kAtOnce = sizeof(prefill::Unit<VF>) <= 16 ? kUnits : kUnits / 2;
-    prefill::Unit<VF> units[kAtOnce];
-    const auto load = [&](int first) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        prefill::load_unit<VF, DV, true>(block, side, (first + i) * 128 + thread(), units[i]);
-    };
-    load(0);
     pages.wait_empty();
-    if (thread() == 0) facts.pages[pages.stage()] = info;
+    if (thread() == 0) facts.pages[stage] = {page, flags, latent_unit, key_unit, {bad[0], bad[1]}};
+    {
+      const int token = thread() / 16 * 8 + thread() % 8;
+      const float a = __shfl_sync(~0u, key_scales[0], token % 32), b = __shfl_sync(~0u, key_scales[1], token % 32);
+      const bool is_bad = (bad[token / 32] >> token % 32 & 1u) != 0;
+      take_keys(key_unit_codes, token < 32 ? a : b, is_bad, is_centred, 1.0f / key_unit);
+    }
     Constants<VF> constants{};
     if constexpr (codec::is_tq(VF)) {
       std::uint32_t words[kConstantWords];
       Constants<VF>::put(words);
       constants.t0 = words[0], constants.t2 = words[1], constants.signs = words[2], constants.one = words[3];
     }
-    const std::uint16_t* ratios = facts.ratios[pages.stage()][0];
-    const auto store = [&](int half) {
 #pragma unroll
-      for (int i = 0; i < kUnits / 2; ++i) {
-        const int number = half * kUnits / 2 + i;
-        store_latents<VF>(number, units[number % kAtOnce], constants, ratios);
-      }
-    };
-    store(0);
-    if constexpr (kAtOnce < kUnits) load(kAtOnce);
-    hand_over_first();
-    store(1);
+    for (int number = 0; number < kUnits; ++number) {
+      if (kAtOnce < kUnits && number == kAtOnce) load(kAtOnce);
+      store_latents(number, units[number % kAtOnce], constants, facts.ratios[stage][0]);
+    }
   }
 
   // Unit `number` of this thread, whose octet is that of all its units: levels, 2^-9 of each, by their scales.
@@ -252,15 +228,11 @@ struct Unpacker : Block<S> {
 
   // Rotary keys, rows of tokens: 32 elements a thread.
   template <Format KF>
-  __device__ __forceinline__ void take_keys(const codec::PageLayout& layout, const std::byte* block, bool is_centred,
-                                            float inverse, const std::uint32_t (&bad)[2]) const {
-    static_assert(side_scale_groups(KF, D) == 1);
+  __device__ __forceinline__ void take_keys(const prefill::Unit<KF>& unit, float scale, bool is_bad, bool is_centred,
+                                            float inverse) const {
     const int i = thread(), token = i / 16 * 8 + i % 8, piece = i / 8 % 2;
-    prefill::Unit<KF> unit;
-    prefill::load_unit<KF, D, false>(block, layout.k, i, unit);
-    float scale = scale_at(block, layout.k, 0, token);
     const bool has_centre = is_centred && !is_negative(scale);
-    scale = (bad[token / 32] >> token % 32 & 1u) != 0 ? 0.0f : fabsf(scale) * inverse;
+    scale = is_bad ? 0.0f : fabsf(scale) * inverse;
     if (KF == Format::fp8) scale *= 256.0f;
     const float* const centre = facts.centre[pages.stage()] + 32 * piece;
     const float of_centre = has_centre ? inverse : 0.0f;
@@ -387,7 +359,6 @@ struct Unpacker : Block<S> {
       }
     };
     transpose(0);
-    hand_over_first();
     transpose(1);
   }
 };

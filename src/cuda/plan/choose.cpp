@@ -145,7 +145,7 @@ Status choose_latent(const PlannedWork& work, const Offers& offers, Choice& choi
   if (!missing.empty()) {
     missing += " has no other kernel";
   } else if (found == offers.decode.end()) {
-    missing = "this build has no other kernel of latents";
+    missing = fmt::format("{} has no other kernel of latents", pair_at(work));
   } else {
     missing = missing_of_several(*found, offers.limits);
   }

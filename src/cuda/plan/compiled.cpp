@@ -48,7 +48,7 @@ Status find_decode(const PlannedWork& work, Compiled& found) {
   found.generic = &all->generic;
   found.merge = all->merge;
   for (const AttendKernel& one : all->attend) {
-    if (!one.latent && (one.k != work.k || one.v != work.v)) continue;
+    if (one.k != work.k || one.v != work.v) continue;
     DecodeOffer offer{.column_tiles = one.column_tiles,
                       .teams = one.teams,
                       .shared_bytes = one.shared_bytes[0],
