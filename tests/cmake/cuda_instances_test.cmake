@@ -72,6 +72,17 @@ foreach(text "attend_entry<Format::tq6, Format::tq4, 192128, 4>()" "decode_kerne
     message(SEND_ERROR "attend_d192v128.cu does not have ${text}:\n${of_width}")
   endif()
 endforeach()
+file(READ ${FOLDER}/latent_d512r64.cu of_latent)  # whatever pairs the option names
+foreach(text "latent_entry<Format::tq8, Format::tq4, 1064512>()" "latent_entry<Format::bf16, Format::bf16, 1064512>()"
+        "decode_kernels<1064512>()")
+  string(FIND "${of_latent}" "${text}" at)
+  if(at EQUAL -1)
+    message(SEND_ERROR "latent_d512r64.cu does not have ${text}:\n${of_latent}")
+  endif()
+endforeach()
+if(NOT header MATCHES "EACH_LATENT\\(X\\) +X\\(1064512\\)\n")
+  message(SEND_ERROR "no latents:\n${header}")
+endif()
 if(NOT header MATCHES "EACH_UNEQUAL_WIDTH\\(X\\) +X\\(192128\\)\n" OR attend MATCHES "tq8" OR
    NOT header MATCHES "EACH_PAIR\\(X\\) X\\(tq6, tq4\\)\n" OR
    NOT header MATCHES "OTHER_PAIR\\(X\\) .*X\\(tq8, tq8\\)")
@@ -81,7 +92,8 @@ list(LENGTH units count)
 list(LENGTH hopper_units hopper_count)
 list(LENGTH kvant_cuda_head_dims head_dims)
 list(LENGTH kvant_cuda_widths widths)  # units of attention
-math(EXPR expected "4 * ${head_dims} + ${widths}")
+list(LENGTH kvant_cuda_latents latents)
+math(EXPR expected "4 * ${head_dims} + ${widths} + ${latents}")
 math(EXPR hopper_expected "2 * ${head_dims}")
 if(NOT count EQUAL expected OR NOT hopper_count EQUAL hopper_expected)
   message(SEND_ERROR "${count} and ${hopper_count} units for ${head_dims} head_dims")
