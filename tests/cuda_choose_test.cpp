@@ -9,6 +9,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "cuda/plan/kernels_of.hpp"
 #include "support/cuda_record.hpp"
 #include "support/paths.hpp"
 
@@ -261,17 +262,17 @@ TEST(CudaChoose, WhatWasMeasuredToBeFastest) {
 // A larger number of queries takes longer, or at most a tenth less: choices have no cliff by their own times.
 TEST(CudaChoose, MoreQueriesTakeLonger) {
   for (const Device& device : kDevices) {
-    for (const int head_dim : instances().head_dims) {
+    for (const int width : units::attend) {
       for (const NamedPair& pair : kPairs) {
         for (const int sequences : {1, 16, 256}) {
           for (const std::int64_t pages : {64, 512}) {
-            Case c = case_of(head_dim, pair);
+            Case c = case_of(width, pair);
             c.sequences = sequences, c.length = pages * kPageTokens;
             std::int64_t before = 0;
             for (c.queries = 1; c.queries <= record::kMostQueries; c.queries *= 2) {
               const Result<Chosen> now = try_choose(c, device);
               if (!now.ok()) break;
-              EXPECT_LE(10 * before, 11 * now->ns) << device.name << " " << head_dim << " " << pair.name << " "
+              EXPECT_LE(10 * before, 11 * now->ns) << device.name << " " << width << " " << pair.name << " "
                                                    << sequences << " x " << c.length << ", " << c.queries << " queries";
               before = now->ns;
             }
@@ -347,6 +348,103 @@ TEST(CudaChoose, FreshKeys) {
   EXPECT_EQ(kinds(c).rfind("prefill_fresh, ", 0), 0u);
   c.queries = c.length = 1;  // decode kernels do not read fresh keys
   EXPECT_EQ(kinds(c), "prefill_sm90");
+}
+
+// Plans find the kernels of every width, pair of formats and kind that a build compiles. A width of two head_dims is as
+// any other: its prompts are unpacked, for which each side has its own kernel.
+TEST(CudaChoose, PlansFindWhatIsCompiled) {
+  const auto has_unit = [](const auto& unit, int width) {
+    return std::find(std::begin(unit), std::end(unit), width) != std::end(unit);
+  };
+  for (const int width : units::attend) {
+    for (const FormatPair& pair : instances().pairs) {
+      const std::string which = pair_name(pair) + " " + width_name(width);
+      Case c = case_of(width, {"", pair.k, pair.v});
+      c.queries = 2048;
+      const Asked asked(c);
+      const Compiled found = compiled_for(asked.work(), device_of("9.0"));
+      EXPECT_FALSE(found.decode.empty()) << which;
+      ASSERT_EQ(found.dense.empty(), !has_unit(units::prefill_dense, width)) << which;
+      ASSERT_EQ(found.offers.dense.has_value(), !found.dense.empty()) << which;
+      if (found.dense.empty()) continue;
+      EXPECT_EQ(found.dense.size(), 2U) << which;  // both dtypes
+      EXPECT_EQ(found.dense[0].head_dim, key_dim(width)) << which;
+      EXPECT_TRUE(found.offers.dense->has_code && found.offers.dense->has_maps) << which;
+      for (const int side : {key_dim(width), value_dim(width)})
+        EXPECT_TRUE(has_unit(units::unpack, side) && has_unit(units::append, side)) << which;
+      c.kernel = core::kPrefillUnpacked;
+      if (prefill::has_one_type(pair.k, pair.v)) {
+        EXPECT_TRUE(kinds(c).starts_with("prefill_unpacked, ")) << kinds(c) << " " << which;
+      }
+      if (c.v_head_dim == 0) continue;
+      c.kernel = {};
+      EXPECT_TRUE(kinds(c).starts_with("prefill_unpacked, decode")) << kinds(c) << " " << which;
+    }
+  }
+  for (const int width : units::prefill_dense) EXPECT_TRUE(has_unit(units::attend, width)) << width;
+  const auto found = [](int width) { return kernels_of<units::prefill_dense>(width, []<int W>() { return W; }); };
+  for (const int width : units::prefill_dense) EXPECT_EQ(found(width), width);
+  for (const int width : {1, 80, 513, 128192, 192129}) EXPECT_EQ(found(width), 0) << width;  // no other is the next
+}
+
+// Keys and values of different head_dims have decode kernels, and on 9.0 unpacked keys before them.
+TEST(CudaChoose, UnequalWidths) {
+  Case c{.head_dim = 192, .v_head_dim = 128, .k = Format::tq4, .v = Format::tq4, .q_heads = 16, .kv_heads = 4};
+  for (const Device& device : kDevices) {
+    EXPECT_EQ(kinds(c, device.name), "decode") << device.name;
+    EXPECT_EQ(choose_for(c, device.name).rows, 4) << device.name;
+  }
+  c.queries = 16;
+  for (const char* device : {"8.0", "9.0"}) EXPECT_EQ(kinds(c, device), "decode_sm80") << device;
+  c.queries = 2048;
+  EXPECT_EQ(kinds(c, "8.0"), "decode_sm80");
+  EXPECT_EQ(kinds(c), "prefill_unpacked, decode_sm80");
+  EXPECT_TRUE(has(choose_for(c).why, "us, decode kernels ")) << choose_for(c).why;
+  c.kernel = "prefill_unpacked";
+  EXPECT_EQ(kinds(c), "prefill_unpacked, decode");
+  EXPECT_EQ(choose_for(c).why, "as asked for");
+  c.kernel = "prefill";
+  EXPECT_EQ(kinds(c), "prefill_unpacked, decode");
+  EXPECT_TRUE(has(refusal(c, "8.0"), "prefill_unpacked kernels need compute capability 9.0")) << refusal(c, "8.0");
+  for (const char* kernel : {"prefill_sm80", "prefill_sm90"}) {
+    c.kernel = kernel;
+    EXPECT_TRUE(has(refusal(c), "not compiled for tq4/tq4 at head_dim 192/128")) << refusal(c);
+  }
+  // Decode kernels take what is in no round, and have no fresh keys.
+  const char* why = "at head_dim 192/128 decode kernels serve some sequences, or all, and read stored keys alone";
+  c.kernel = "prefill_fresh";
+  EXPECT_TRUE(has(refusal(c), why)) << refusal(c);
+  c.fresh_keys = true;
+  for (const char* kernel : {"", "prefill", "prefill_unpacked", "prefill_fresh"}) {
+    c.kernel = kernel;
+    for (const char* device : {"8.0", "9.0"}) EXPECT_TRUE(has(refusal(c, device), why)) << refusal(c, device);
+  }
+  c.kernel = {};
+  EXPECT_TRUE(has(refusal(c), "fresh_keys needs prefill kernels: ")) << refusal(c);
+  EXPECT_TRUE(has(refusal(c), "alone; leave it unset")) << refusal(c);
+  c.fresh_keys = false, c.products = 8;
+  EXPECT_TRUE(has(refusal(c), "16 bits are as fast at head_dim 192/128")) << refusal(c);
+  c.products = 0, c.mask = true;
+  EXPECT_EQ(kinds(c), "decode_sm80");
+  c.mask = false, c.calibrated = true;
+  EXPECT_EQ(kinds(c), "decode_sm80");
+  // The workspace has room for so many keys and values of a kv head.
+  c = {.head_dim = 192, .v_head_dim = 128, .q_heads = 16, .kv_heads = 4, .queries = 64, .kernel = "prefill_unpacked"};
+  c.length = (std::int64_t{256} << 20) / (2 * (192 + 128)) / kPageTokens * kPageTokens;
+  EXPECT_EQ(kinds(c), "prefill_unpacked, decode");
+  c.length += kPageTokens;
+  EXPECT_TRUE(has(refusal(c), "prefill_unpacked needs 256 MiB of workspace")) << refusal(c);
+  // A few rows need no rounds, and other pairs have no kernel of 32 rows.
+  c = {.head_dim = 192, .v_head_dim = 128, .q_heads = 16, .kv_heads = 4, .queries = 4};
+  EXPECT_EQ(kinds(c), "decode");
+  c.queries = 2048;
+  EXPECT_EQ(kinds(c), "prefill_unpacked, decode");
+  c.kernel = "decode_sm80";
+  EXPECT_TRUE(has(refusal(c), "decode_sm80 kernels are not compiled for tq6/tq4 at head_dim 192/128")) << refusal(c);
+  // Only widths that are compiled.
+  c = {.head_dim = 128, .v_head_dim = 192};
+  EXPECT_TRUE(has(refusal(c), "head_dim = 128 with v_head_dim = 192 on a device")) << refusal(c);
+  EXPECT_TRUE(has(refusal(c), "of one size, or of 192/128;")) << refusal(c);
 }
 
 TEST(CudaChoose, WhatKindsDoNotServe) {

@@ -11,7 +11,8 @@ namespace {
 constexpr int kHeadDims[] = {64, 128};
 constexpr FormatPair kPairs[] = {{Format::tq6, Format::tq4}, {Format::bf16, Format::bf16}};
 constexpr FormatPair kOthers[] = {{Format::tq8, Format::tq3}};
-constexpr Instances kHave = {kHeadDims, {}, {}, kPairs, kOthers, "tq6/tq4;bf16/bf16"};
+constexpr codec::HeadDims kWidths[] = {{128, 64}, {64, 128}};
+constexpr Instances kHave = {kHeadDims, kWidths, {}, kPairs, kOthers, "tq6/tq4;bf16/bf16"};
 
 testing::AssertionResult says(const std::string& message, const std::string& text) {
   if (message.find(text) != std::string::npos) return testing::AssertionSuccess();
@@ -19,8 +20,15 @@ testing::AssertionResult says(const std::string& message, const std::string& tex
 }
 
 TEST(Refusals, AHeadDimSaysWhichThereAre) {
-  const std::string message = refuse_head_dim(kHave, 80);
+  const std::string message = refuse_head_dim(kHave, {80, 80});
   for (const char* text : {"head_dim = 80", "64, 128,", "stored padded", "device = \"cpu\""})
+    EXPECT_TRUE(says(message, text));
+}
+
+TEST(Refusals, TwoHeadDimsSayWhichThereAre) {
+  const std::string message = refuse_head_dim(kHave, {128, 96});
+  for (const char* text :
+       {"head_dim = 128 with v_head_dim = 96", "of one size, or of 128/64, or of 64/128;", "device = \"cpu\""})
     EXPECT_TRUE(says(message, text));
 }
 

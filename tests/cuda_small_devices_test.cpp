@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "cuda/plan/kernels_of.hpp"
 #include "support/cuda_choices.hpp"
 
 namespace kvant::cuda {
@@ -12,14 +13,13 @@ namespace {
 constexpr const char* kSmall[] = {"8.6", "8.9", "12.0"};
 constexpr int kSmallBytes = 101376;
 
-std::string name_of(const TableEntry& one) {
-  const DecodeOffer& o = one.offer;
-  return fmt::format("{} D{} {}{}", pair_name({one.k, one.v}), one.width, o.rows(),
-                     o.has_eight_warps ? " eight warps"
-                     : o.by_group      ? " group"
-                     : o.half_weights  ? " half weights"
-                     : o.one_stage     ? " one stage"
-                                       : "");
+std::string name_of(const AttendKernel& one, int width) {
+  return fmt::format("{} D{} {}{}", pair_name({one.k, one.v}), width_name(width), 4 * one.column_tiles,
+                     one.has_eight_warps() ? " eight warps"
+                     : one.by_group        ? " group"
+                     : one.half_weights    ? " half weights"
+                     : one.one_stage       ? " one stage"
+                                           : "");
 }
 
 // Kernels that need more, by their formats, head_dim and rows. For each of them another kernel serves.
@@ -35,8 +35,11 @@ TEST(CudaSmallDevices, DecodeKernelsThatDoNotFit) {
       "tq6/tq4 D512 8 eight warps", "tq6/tq4 D512 16 eight warps", "tq4/tq4 D512 4 eight warps",
       "tq4/tq4 D512 8 eight warps", "tq4/tq4 D512 16 eight warps", "tq8/tq8 D512 8 eight warps"};
   std::set<std::string> found;
-  for (const TableEntry& one : kTable) {
-    if (one.offer.shared_bytes > kSmallBytes) found.insert(name_of(one));
+  for (const int width : units::attend) {
+    for (const AttendKernel& one :
+         kernels_of<units::attend>(width, []<int kWidth>() { return decode_kernels<kWidth>(); }).attend) {
+      if (one.shared_bytes[0] > kSmallBytes) found.insert(name_of(one, width));
+    }
   }
   EXPECT_EQ(found, expected);
 }
@@ -48,8 +51,8 @@ TEST(CudaSmallDevices, PrefillKernelsFit) {
       Case c{.head_dim = head_dim, .k = pair.k, .v = pair.v, .queries = 512};
       const Asked asked(c);
       const auto rows = [&](const char* device) {
-        Offers offers = offers_of(asked.work(), device_of(device));
-        const std::optional<TileOffer>& sm80 = offers_of_kind(core::kPrefillSm80, offers).kernel;
+        const std::optional<TileOffer> sm80 =
+            offers_of_kind(core::kPrefillSm80, offers_of(asked.work(), device_of(device))).kernel;
         return sm80 && sm80->blocks >= 1 ? sm80->rows : 0;
       };
       for (const char* device : kSmall) {
@@ -62,27 +65,29 @@ TEST(CudaSmallDevices, PrefillKernelsFit) {
   }
 }
 
-// Any pair and head_dim of a build, at the numbers of queries that decoding, drafts and prompts have.
+// Any pair and width of a build, at the numbers of queries that decoding, drafts and prompts have.
 TEST(CudaSmallDevices, NothingIsRefusedAndNothingGeneric) {
   for (const char* device : kSmall) {
     for (const FormatPair& pair : instances().pairs) {
-      for (const int head_dim : instances().head_dims) {
-        Case c = case_of(head_dim, {"", pair.k, pair.v});
+      for (const int width : units::attend) {
+        Case c = case_of(width, {"", pair.k, pair.v});
+        const std::string which = fmt::format("{} {} {}", device, pair_name(pair), width_name(width));
         for (c.queries = 1; c.queries <= 16; c.queries = c.queries == 1 ? 4 : 2 * c.queries) {
           const std::string taken = kinds(c, device);
-          EXPECT_TRUE(taken == "decode" || (taken == "decode_sm80" && c.queries > 1))
-              << taken << " " << device << " " << pair_name(pair) << " " << head_dim;
+          EXPECT_TRUE(taken == "decode" || (taken == "decode_sm80" && c.queries > 1)) << taken << " " << which;
         }
+        const bool has_tiles = c.v_head_dim == 0;
         const auto is_fast = [&] {
           const std::string taken = kinds(c, device);
-          return taken == "decode" || taken == "decode_sm80" || taken == "prefill_sm80";
+          return taken == "decode" || taken == "decode_sm80" || (taken == "prefill_sm80" && has_tiles);
         };
         c.queries = 512;
-        EXPECT_TRUE(is_fast()) << kinds(c, device) << device << " " << pair_name(pair) << " " << head_dim;
+        EXPECT_TRUE(is_fast()) << kinds(c, device) << " " << which;
         c.length = c.queries = 4096;
-        EXPECT_TRUE(is_fast()) << kinds(c, device) << device << " " << pair_name(pair) << " " << head_dim;
+        EXPECT_TRUE(is_fast()) << kinds(c, device) << " " << which;
+        if (!has_tiles) continue;
         c.fresh_keys = true;
-        EXPECT_EQ(kinds(c, device), "prefill_sm80") << device << " " << pair_name(pair) << " " << head_dim;
+        EXPECT_EQ(kinds(c, device), "prefill_sm80") << which;
       }
     }
   }

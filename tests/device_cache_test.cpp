@@ -326,7 +326,7 @@ TEST(DeviceCache, Refusals) {
   static constexpr core::DeviceBackend kAbsent{.name = "fake",
                                                .detail = nullptr,
                                                .unavailable = [] { return std::string("there is no driver"); },
-                                               .make_pages = nullptr,
+                                               .make_cache = nullptr,
                                                .make_plan = nullptr};
   refused([](CacheConfig&) {}, Code::unsupported, "there is no driver", &kAbsent);
 
@@ -367,7 +367,7 @@ TEST(DeviceCache, BackendsAreToldTheSizeOfTheTensors) {
   CacheConfig c = config(1, 1);
   c.head_dim = 72;
   const auto cache = CacheImpl::create(c, &kFake).value();
-  const core::DevicePagesConfig& seen = FakeStore::newest->config;
+  const core::DeviceCacheConfig& seen = FakeStore::newest->config;
   EXPECT_EQ(seen.head_dims.k, 72);
   EXPECT_EQ(seen.head_dims.v, 72);
   EXPECT_EQ(seen.encoded.head_dim, 80);
@@ -385,7 +385,7 @@ TEST(DeviceCache, KeysAndValuesOfTwoSizesAreStoredWhereThereAreKernels) {
   c.head_dim = 192, c.v_head_dim = 128;
   {
     const auto cache = CacheImpl::create(c, &backend).value();
-    const core::DevicePagesConfig& seen = FakeStore::newest->config;
+    const core::DeviceCacheConfig& seen = FakeStore::newest->config;
     EXPECT_EQ(seen.head_dims.k, 192);
     EXPECT_EQ(seen.head_dims.v, 128);
     for (const codec::PageLayout& layout : {seen.encoded, seen.exact}) {

@@ -21,7 +21,7 @@ struct Seen {
   RunOptions run;
 } seen;
 
-class FakeStore final : public core::DevicePages {
+class FakeStore final : public core::DeviceCache {
  public:
   [[nodiscard]] std::int64_t reserved_bytes() const noexcept override { return 0; }
   void set_page(std::int32_t, std::int32_t, core::PageRef) override {}
@@ -334,8 +334,8 @@ namespace kvant::core {
 
 const DeviceBackend* device_backend() {
   static const DeviceBackend kFake{"cuda", [] { return std::string("a fake"); }, [] { return std::string(); },
-                                   [](const DevicePagesConfig&) -> Result<std::unique_ptr<DevicePages>> {
-                                     return std::unique_ptr<DevicePages>(new test::FakeStore);
+                                   [](const DeviceCacheConfig&) -> Result<std::unique_ptr<DeviceCache>> {
+                                     return std::unique_ptr<DeviceCache>(new test::FakeStore);
                                    },
                                    [](const DevicePlanConfig& c) -> Result<std::unique_ptr<DevicePlan>> {
                                      test::seen.sequences.assign(c.sequences.begin(), c.sequences.end());

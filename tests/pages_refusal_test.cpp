@@ -283,26 +283,31 @@ TEST(PagesRefusals, TablesOfAStep) {
 // Only remembers; what a real one computes is in tests/gpu.
 struct Seen {
   int writes = 0, tables = 0, runs = 0, steps = 0;
-  core::DeviceBlocksConfig config;
+  int device = -1;
   PagesPlanOptions options;
 } seen;
 
-class FakePlan final : public core::DeviceBlockPlan {
+class FakePlan final : public core::DevicePagesPlan {
  public:
+  using DevicePagesPlan::DevicePagesPlan;
   Status set_tables(const StepTables&, Stream) override { return ++seen.tables, Status(); }
-  Status run(const BlockPool&, const TensorView&, const MutableTensorView&, const core::FreshRows&,
-             const RunOptions&) const override {
-    return ++seen.runs, Status();
-  }
   Result<bool> take_errors(Stream) override { return true; }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return 640; }
   [[nodiscard]] const char* kernel() const noexcept override { return "decode"; }
   [[nodiscard]] int products() const noexcept override { return 16; }
-  [[nodiscard]] std::string explain() const override { return "kernel     remembers\n"; }
+
+ private:
+  Status attend(const BlockPool&, const TensorView&, const MutableTensorView&, const core::FreshRows&,
+                const RunOptions&) override {
+    return ++seen.runs, Status();
+  }
+  [[nodiscard]] std::string explain_work() const override { return "kernel     remembers\n"; }
 };
 
-class FakeBlocks final : public core::DeviceBlocks {
+class FakePages final : public core::DevicePages {
  public:
+  using DevicePages::DevicePages;
+  [[nodiscard]] const char* backend() const noexcept override { return "fake"; }
   Status write(const BlockPool&, const TensorView&, const TensorView&, const std::int64_t*, std::int64_t,
                Stream) const override {
     return ++seen.writes, Status();
@@ -317,9 +322,11 @@ class FakeBlocks final : public core::DeviceBlocks {
   Result<bool> take_non_finite(Stream) const override { return true; }
   Status begin_step(const StepTables&, Stream) const override { return ++seen.steps, Status(); }
   Result<std::int64_t> take_misses(Stream) const override { return 3; }
-  Result<std::unique_ptr<core::DeviceBlockPlan>> plan(const PagesPlanOptions& options) const override {
+
+ private:
+  Result<std::unique_ptr<PagesPlanImpl>> make_plan(PagesPlanOptions options) const override {
     seen.options = options;
-    return std::unique_ptr<core::DeviceBlockPlan>(std::make_unique<FakePlan>());
+    return std::unique_ptr<PagesPlanImpl>(std::make_unique<FakePlan>(shared_from_this(), std::move(options)));
   }
 };
 
@@ -327,11 +334,11 @@ constexpr core::DeviceBackend kFakeBackend{
     .name = "cuda",
     .detail = [] { return std::string(); },
     .unavailable = [] { return std::string(); },
-    .make_pages = nullptr,
+    .make_cache = nullptr,
     .make_plan = nullptr,
-    .make_blocks = [](const core::DeviceBlocksConfig& c) -> Result<std::unique_ptr<core::DeviceBlocks>> {
-      seen.config = c;
-      return std::unique_ptr<core::DeviceBlocks>(std::make_unique<FakeBlocks>());
+    .make_pages = [](const PagesSpec& s, int device) -> Result<std::shared_ptr<const PagesImpl>> {
+      seen.device = device;
+      return std::shared_ptr<const PagesImpl>(std::make_shared<FakePages>(s));
     }};
 
 TEST(PagesOnADevice, ArgumentsAreCheckedBeforeTheBackendSeesThem) {
@@ -342,12 +349,12 @@ TEST(PagesOnADevice, ArgumentsAreCheckedBeforeTheBackendSeesThem) {
   absent.unavailable = [] { return std::string("there is none"); };
   EXPECT_TRUE(refuses(PagesImpl::create(c, &absent).status(), Code::unsupported, {"there is none"}));
   absent = kFakeBackend;
-  absent.make_blocks = nullptr;
+  absent.make_pages = nullptr;
   EXPECT_TRUE(refuses(PagesImpl::create(c, &absent).status(), Code::unsupported, {"cuda:3"}));
 
   const auto impl = PagesImpl::create(c, &kFakeBackend).value();
-  EXPECT_EQ(seen.config.device, 3);
-  EXPECT_EQ(seen.config.v_basis, BasisKind::hadamard);
+  EXPECT_EQ(seen.device, 3);
+  EXPECT_EQ(impl->spec().config.v_basis, BasisKind::hadamard);
   EXPECT_TRUE(impl->take_non_finite({}).value());
   const auto planned = [&](auto change) {
     PagesPlanOptions o;
@@ -364,11 +371,13 @@ TEST(PagesOnADevice, ArgumentsAreCheckedBeforeTheBackendSeesThem) {
   EXPECT_TRUE(seen.options.check_ids);
   EXPECT_EQ(plan.workspace_bytes(), 640u);
   EXPECT_TRUE(plan.take_errors().value());
-  EXPECT_NE(plan.explain().find("cuda:3"), std::string::npos);
+  EXPECT_EQ(plan.explain().find("backend    fake on cuda:3\npages      "), 0u);
+  EXPECT_NE(plan.explain().find("launches are made for these"), std::string::npos);
+  EXPECT_EQ(plan.isa(), std::string("fake"));
 
   EnginePool pool(Pages::create(geometry("tq4", "tq6", 64)).value(), {.blocks = 1});
   std::vector<float> q(2 * 4 * 64);
-  alignas(64) std::byte workspace[640];
+  alignas(64) std::byte workspace[704];
   const TensorView q_view = TensorView::of(q.data(), 2, 4, 64);
   const MutableTensorView out = MutableTensorView::of(q.data(), 2, 4, 64);
   EXPECT_TRUE(refuses(plan.run(pool.view, q_view, out), Code::invalid_argument, {"workspace has 0 bytes", "640"}));
@@ -377,13 +386,65 @@ TEST(PagesOnADevice, ArgumentsAreCheckedBeforeTheBackendSeesThem) {
   with.executor.execute = [](void*, int, void (*)(void*, int), void*) {};
   EXPECT_TRUE(refuses(plan.run(pool.view, q_view, out, with), Code::invalid_argument, {"executor"}));
   with.executor = {};
+  with.workspace = std::span(workspace).subspan(32, 640);
+  EXPECT_TRUE(refuses(plan.run(pool.view, q_view, out, with), Code::invalid_argument, {"workspace is not aligned"}));
+  with.workspace = std::span(workspace).first(639);
+  EXPECT_TRUE(refuses(plan.run(pool.view, q_view, out, with), Code::invalid_argument, {"workspace has 639 bytes"}));
+  with.workspace = std::span(workspace).first(640);
+  EXPECT_TRUE(refuses(plan.run({}, q_view, out, with), Code::invalid_argument, {"pool.data is null"}));
+  BlockPool apart = pool.view;
+  apart.head_stride += 64, apart.block_stride += 2 * 64;
+  EXPECT_TRUE(refuses(plan.run(apart, q_view, out, with), Code::unsupported, {"head_stride", "follow one another"}));
+  EXPECT_EQ(seen.runs, 0);
+  EXPECT_TRUE(
+      plan.run(pool.view, TensorView::of(q.data(), 0, 4, 64), MutableTensorView::of(q.data(), 0, 4, 64), with).ok());
+  EXPECT_EQ(seen.runs, 0);  // there is nothing to do
   EXPECT_TRUE(plan.run(pool.view, q_view, out, with).ok());
   EXPECT_EQ(seen.runs, 1);
+  EXPECT_TRUE(
+      plan.run(pool.view, TensorView::of(q.data(), 1, 4, 64), MutableTensorView::of(q.data(), 1, 4, 64), with).ok());
+  EXPECT_EQ(seen.runs, 2);
   EXPECT_TRUE(refuses(plan.set_tables({.batch = 3}), Code::invalid_argument, {"batch is 3"}));
   EXPECT_TRUE(refuses(plan.set_tables({.batch = 1}), Code::invalid_argument, {"seq_lens is null"}));
   EXPECT_EQ(seen.tables, 0);
   EXPECT_TRUE(plan.set_tables({}).ok());
   EXPECT_EQ(seen.tables, 1);
+}
+
+TEST(PagesOnADevice, FreshRowsHaveTheDtypeOfExactCopiesAndOneHeadMayLieAnywhere) {
+  PagesConfig c = geometry("tq4", "tq6", 64, 1);
+  c.device = "cuda:0";
+  alignas(64) std::byte workspace[640];
+  alignas(64) std::byte block[8192];
+  const BlockPool pool{.data = block, .blocks = 1, .block_stride = 0, .head_stride = 4096};
+  std::vector<std::uint16_t> rows(64);
+  std::vector<float> q(64);
+  RunOptions with;
+  with.workspace = workspace;
+  seen.runs = 0;
+  for (const bool has_tail : {false, true}) {
+    c.tail_pages = c.tail_sequences = has_tail ? 1 : 0;
+    PagesPlanOptions o;
+    o.attention.q_heads = 1;
+    o.attention.fresh_keys = true;
+    o.max_batch = o.max_blocks = o.max_tokens = 1;
+    PagesPlan plan(PagesImpl::create(c, &kFakeBackend).value()->plan(o).value());
+    const auto run = [&](Dtype dtype) {
+      const auto fresh = TensorView::contiguous(rows.data(), dtype, 1, 1, 64);
+      return plan.run(pool, TensorView::of(q.data(), 1, 1, 64), MutableTensorView::of(q.data(), 1, 1, 64), with, fresh,
+                      fresh);
+    };
+    EXPECT_TRUE(run(Dtype::bf16).ok());
+    if (has_tail) {
+      EXPECT_TRUE(refuses(run(Dtype::f16), Code::unsupported, {"keys.dtype is f16", "must be bf16"}));
+    } else {
+      EXPECT_TRUE(run(Dtype::f16).ok());
+      const auto f32 = TensorView::of(q.data(), 1, 1, 64);
+      EXPECT_TRUE(refuses(plan.run(pool, f32, MutableTensorView::of(q.data(), 1, 1, 64), with, f32, f32),
+                          Code::unsupported, {"keys.dtype is f32"}));
+    }
+  }
+  EXPECT_EQ(seen.runs, 3);
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from kl import read
@@ -123,21 +123,44 @@ def e4m3(scale: float) -> Callable:
     return lambda x: (x / scale).clamp(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn).float() * scale
 
 
-def largest(model: Any, ids: torch.Tensor) -> list[tuple[float, float]]:
-    """The largest magnitude of each layer's keys and values of a text."""
+def exact_cache(model: Any, ids: torch.Tensor) -> DynamicCache:
+    """Keys and values of a text."""
     cache = DynamicCache(config=model.config)
     model.base_model(input_ids=ids, use_cache=True, **{versions.CACHE_NAME: cache})
-    return [(float(layer.keys.abs().max()), float(layer.values.abs().max())) for layer in cache.layers]
+    return cache
+
+
+def largest(given: DynamicCache) -> list[tuple[float, float]]:
+    """The largest magnitude of each layer's keys and values."""
+    return [(float(layer.keys.abs().max()), float(layer.values.abs().max())) for layer in given.layers]
+
+
+class Sizes(NamedTuple):
+    """The numbers of a token that each layer stores."""
+
+    layers: int
+    heads: int
+    keys: int  # numbers of a head
+    values: int
+
+    @classmethod
+    def of(cls, cache: DynamicCache) -> Sizes:
+        first = cache.layers[0]
+        return cls(len(cache.layers), first.keys.shape[1], first.keys.shape[3], first.values.shape[3])
+
+    @property
+    def numbers(self) -> int:
+        return self.layers * self.heads * (self.keys + self.values)
 
 
 def installed(package: str) -> bool:
     return importlib.util.find_spec(package.partition(".")[0]) is not None
 
 
-def peers(model: Any, ids: torch.Tensor, families: Iterable[str]) -> tuple[list[Peer], list[str]]:
-    """The caches, and what cannot run here with the reason."""
-    config = model.config
-    count, dim = config.num_hidden_layers, config.head_dim
+def peers(config: Any, given: DynamicCache, families: Iterable[str]) -> tuple[list[Peer], list[str]]:
+    """The caches, and what cannot run here with the reason. given: the exact keys and values of the text."""
+    sizes = Sizes.of(given)
+    count = sizes.layers
     found: list[Peer] = []
     left: list[str] = []
 
@@ -155,14 +178,18 @@ def peers(model: Any, ids: torch.Tensor, families: Iterable[str]) -> tuple[list[
     if "llama.cpp" in families:
         for name, block in BLOCKS.items():
             once("llama.cpp", f"{name}, not rotated", block.bits, [(block_format(name, 0),) * 2] * count)
-            if rotation_size(dim, keys=True):
-                formats = tuple(block_format(name, rotation_size(dim, keys=keys)) for keys in (True, False))
+            if rotation_size(sizes.keys, keys=True):
+                formats = (
+                    block_format(name, rotation_size(sizes.keys, keys=True)),
+                    block_format(name, rotation_size(sizes.values, keys=False)),
+                )
                 once("llama.cpp", f"{name}, rotated", block.bits, [formats] * count)
             else:
-                left.append(f"{name}, rotated: llama.cpp does not rotate head_dim {dim}, which is no multiple of 64")
+                reason = f"llama.cpp does not rotate head_dim {sizes.keys}, which is no multiple of 64"
+                left.append(f"{name}, rotated: {reason}")
     if "e4m3" in families:
         once("e4m3", "e4m3, scale 1.0", 8, [(e4m3(1.0),) * 2] * count)
-        scales = [tuple(e4m3(most / E4M3_MOST) for most in layer) for layer in largest(model, ids)]
+        scales = [tuple(e4m3(most / E4M3_MOST) for most in layer) for layer in largest(given)]
         once("e4m3", "e4m3, calibrated scales", 8, scales)
     return found, left
 
@@ -198,13 +225,13 @@ def all_pairs() -> list[str]:
     return [f"{k}/{k if k == 'tq8' else 'tq4'}" for k in keys] + ["fp8/fp8"]
 
 
-def kvant_bits(config: Any, k: str, v: str) -> float:
+def kvant_bits(sizes: Sizes, k: str, v: str) -> float:
     """A value of an encoded page, with scales and the keys' centre; mean of keys and values."""
-    page = kvant.Pages(k=k, v=v, kv_heads=1, head_dim=config.head_dim)
-    return 8 * page.block_bytes / (64 * 2 * config.head_dim)
+    page = kvant.Pages(k=k, v=v, kv_heads=1, head_dim=sizes.keys, v_head_dim=sizes.values)
+    return 8 * page.block_bytes / (64 * (sizes.keys + sizes.values))
 
 
-def kvant_rows(model: Any, ids: torch.Tensor, step: int, pairs: list[str]) -> list[Result]:
+def kvant_rows(model: Any, sizes: Sizes, ids: torch.Tensor, step: int, pairs: list[str]) -> list[Result]:
     tokens = ids.shape[1] - 1
     found = kvant.hf.evaluate(model, ids, pairs, positions=tokens, step=step, exact_ends="both")
     return [
@@ -212,7 +239,7 @@ def kvant_rows(model: Any, ids: torch.Tensor, step: int, pairs: list[str]) -> li
             "kvant",
             f"{row.k}/{row.v}",
             "first 64, newest 64 to 127" if row.exact_ends else "none",
-            kvant_bits(model.config, row.k, row.v),
+            kvant_bits(sizes, row.k, row.v),
             row.bytes / tokens,
             row.kl,
             row.kl_p99,
@@ -222,9 +249,8 @@ def kvant_rows(model: Any, ids: torch.Tensor, step: int, pairs: list[str]) -> li
     ]
 
 
-def peer_rows(model: Any, ids: torch.Tensor, step: int, caches: list[Peer]) -> list[Result]:
-    tokens, config = ids.shape[1] - 1, model.config
-    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+def peer_rows(model: Any, sizes: Sizes, ids: torch.Tensor, step: int, caches: list[Peer]) -> list[Result]:
+    tokens = ids.shape[1] - 1
     rows = run(model, ids, [peer.layers for peer in caches], step)
     return [
         Result(
@@ -232,7 +258,7 @@ def peer_rows(model: Any, ids: torch.Tensor, step: int, caches: list[Peer]) -> l
             peer.cache,
             peer.exact,
             peer.bits,
-            values * peer.held_bits(tokens) / 8,
+            sizes.numbers * peer.held_bits(tokens) / 8,
             row.kl,
             row.kl_p99,
             row.top1,
@@ -278,8 +304,6 @@ def model_and_ids(a: argparse.Namespace) -> tuple[Any, torch.Tensor]:
 
     tokenizer = AutoTokenizer.from_pretrained(a.folder)
     model = AutoModelForCausalLM.from_pretrained(a.folder, dtype=torch.float32).eval()
-    if getattr(model.config, "head_dim", None) is None:  # some configurations leave it to be computed
-        model.config.head_dim = model.config.hidden_size // model.config.num_attention_heads
     ids = tokenizer(read(a.text)[: 8 * a.positions], return_tensors="pt").input_ids
     return model, ids[:, : a.positions + 1]
 
@@ -307,16 +331,17 @@ def main(words: list[str] | None = None) -> None:
     model, ids = model_and_ids(a)
     tokens = ids.shape[1] - 1
     with torch.no_grad():
-        caches, left = peers(model, ids[:, :-1], families)
+        given = exact_cache(model, ids[:, :-1])
+    sizes = Sizes.of(given)
+    caches, left = peers(model.config, given, families)
     left += [f"{family}: not among --caches" for family in FAMILIES if family not in families]
-    config = model.config
-    exact = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    exact = 2 * sizes.numbers
     results: list[Result] = []
     for part in ("kvant", "others"):
         if part == "kvant" and "kvant" in families:
-            results += kvant_rows(model, ids, a.step, a.pairs.split(","))
+            results += kvant_rows(model, sizes, ids, a.step, a.pairs.split(","))
         if part == "others" and caches:
-            results += peer_rows(model, ids, a.step, caches)
+            results += peer_rows(model, sizes, ids, a.step, caches)
         if a.json:
             rows = [asdict(r) for r in results]
             found = {"tokens": tokens, "step": a.step, "bf16_bytes_a_token": exact, "left": left, "rows": rows}

@@ -22,7 +22,7 @@ from typing import Any, Iterable, NamedTuple
 KINDS = {
     "step": (
         r"kvant::.*\b(begin_step|list_unencoded|clear_tail|set_tables|list_items|check_blocks|list_blocks|copy_blocks"
-        r"|set_pages|set_lengths|advance|copy_slots|classify|read_back)_kernel\b"
+        r"|set_entries|advance|copy_slots|classify|read_back)_kernel\b"
         r"|prepare_varlen_num_blocks"
     ),
     "merge": r"kvant::.*\bmerge(_partials)?_kernel\b|FlashAttnFwdCombine|flash_fwd_splitkv_combine|\breduce_segments\b",

@@ -34,6 +34,15 @@ def build_info() -> dict[str, Any]:
     return json.loads(_c.text(_c.build_info))
 
 
+def sizes_without_kernels(head_dim: int, v_head_dim: int) -> str | None:
+    """Why devices have no kernels for keys and values of two sizes; None: this build has these kernels, or none."""
+    device = build_info()["device"]
+    if head_dim == v_head_dim or device is None or [head_dim, v_head_dim] in device["widths"]:
+        return None
+    served = " or of ".join(["one size", *(f"{k}/{v}" for k, v in device["widths"])])
+    return f"devices have kernels for keys and values of {served}, and not of {head_dim}/{v_head_dim}"
+
+
 def formats() -> list[dict[str, Any]]:
     """The storage formats: name, bits a value, whether they are dense, a summary."""
     return info()["formats"]

@@ -2,8 +2,9 @@
 // (cache/table.hpp) and hands the device what changed; kernels find lengths and page tables in device memory, so that
 // launches recorded in a graph follow lengths that grow there.
 //
-//   DeviceStore   the PageStore (page_store.hpp) of a cache whose config names a device: it has a backend's DevicePages
+//   DeviceStore   the PageStore (page_store.hpp) of a cache whose config names a device: it has a backend's DeviceCache
 //   DevicePlan    what a plan over such a cache has in place of lists of items for CPU kernels
+//   DevicePages   pages in memory that an engine owns (pages/device_pages.hpp)
 //
 // Every call that takes a stream only enqueues work on it: no allocation on the device, no synchronisation, no
 // read-back. The calling thread's current device is left as it was.
@@ -20,7 +21,7 @@
 
 #include "codec/layout.hpp"
 #include "core/cache/table.hpp"
-#include "core/pages/device_blocks.hpp"
+#include "core/pages/device_pages.hpp"
 #include "core/plan/planned.hpp"
 #include "core/store/memory_pins.hpp"
 #include "core/store/slot_calls.hpp"
@@ -29,7 +30,7 @@
 
 namespace kvant::core {
 
-struct DevicePagesConfig {
+struct DeviceCacheConfig {
   int device = 0;
   codec::PageLayout encoded, exact;
   int layers = 1, kv_heads = 1;
@@ -59,9 +60,9 @@ struct DeviceRange {
   bool before_step;
 };
 
-class DevicePages {
+class DeviceCache {
  public:
-  virtual ~DevicePages() = default;
+  virtual ~DeviceCache() = default;
   [[nodiscard]] virtual std::int64_t reserved_bytes() const noexcept = 0;
   // An unusual fact of the device, for Cache::describe; empty: there is none.
   [[nodiscard]] virtual std::string remark() const { return {}; }
@@ -114,7 +115,7 @@ struct DeviceSequence {
 // A plan over device pages is made of these: validated options and the sequences' places in the device's tables. Where
 // no sequence has a query the plan is never run, and it needs no workspace.
 struct DevicePlanConfig {
-  const DevicePages* pages = nullptr;
+  const DeviceCache* pages = nullptr;
   const AttentionOptions* options = nullptr;  // q_lens and scale filled in
   std::span<const DeviceSequence> sequences;
   std::int32_t batch = 0;  // sequences of the plan, those without queries counted
@@ -185,9 +186,10 @@ struct DeviceBackend {
   const char* name;              // "cuda"
   std::string (*detail)();       // what was compiled in, and for which devices
   std::string (*unavailable)();  // why it cannot be used on this machine; empty: it can
-  Result<std::unique_ptr<DevicePages>> (*make_pages)(const DevicePagesConfig& config);
+  Result<std::unique_ptr<DeviceCache>> (*make_cache)(const DeviceCacheConfig& config);
   Result<std::unique_ptr<DevicePlan>> (*make_plan)(const DevicePlanConfig& config);
-  Result<std::unique_ptr<DeviceBlocks>> (*make_blocks)(const DeviceBlocksConfig& config) = nullptr;  // null: has none
+  Result<std::shared_ptr<const PagesImpl>> (*make_pages)(const PagesSpec& spec,
+                                                         int device) = nullptr;  // null: has none
   Status (*merge)(const DevicePartials& partials) = nullptr;
   const MemoryPins* pins = nullptr;                 // null: cannot pin memory of the host
   DeviceBuild (*build)() = nullptr;                 // never starts the driver
@@ -195,7 +197,7 @@ struct DeviceBackend {
 };
 
 /// The size at which a device stores vectors of head_dim values, keys' and values': the next that `backend` has kernels
-/// for. Where there is none, that of host memory, which make_pages refuses.
+/// for. Where there is none, that of host memory, which make_cache refuses.
 int stored_head_dim_on(const DeviceBackend* backend, int head_dim);
 /// The same for keys and values. Those of different sizes are stored as they are, and refused where `backend` has no
 /// kernels for them.

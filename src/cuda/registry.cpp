@@ -5,7 +5,7 @@
 
 #include "core/device.hpp"
 #include "core/fmt.hpp"
-#include "cuda/blocks/blocks.hpp"
+#include "cuda/blocks/pages.hpp"
 #include "cuda/merge/partials.hpp"
 #include "cuda/plan/plan.hpp"
 #include "cuda/runtime/architectures.hpp"
@@ -107,9 +107,9 @@ const DeviceBackend* device_backend() {
   static constexpr DeviceBackend kBackend{.name = "cuda",
                                           .detail = &cuda::detail,
                                           .unavailable = &cuda::unavailable,
-                                          .make_pages = &cuda::make_pages,
+                                          .make_cache = &cuda::make_cache,
                                           .make_plan = &cuda::make_plan,
-                                          .make_blocks = &cuda::make_blocks,
+                                          .make_pages = &cuda::make_pages,
                                           .merge = &cuda::merge_partials,
                                           .pins = &cuda::kMemoryPins,
                                           .build = &cuda::build,

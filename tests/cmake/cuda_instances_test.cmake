@@ -80,9 +80,13 @@ foreach(text "latent_entry<Format::tq8, Format::tq4, 1064512>()" "latent_entry<F
     message(SEND_ERROR "latent_d512r64.cu does not have ${text}:\n${of_latent}")
   endif()
 endforeach()
-if(NOT header MATCHES "EACH_LATENT\\(X\\) +X\\(1064512\\)\n")
-  message(SEND_ERROR "no latents:\n${header}")
-endif()
+foreach(text "EACH_OF_PREFILL_DENSE\\(X\\)[^\n]* X\\(192128\\)\n" "int prefill_dense\\[\\] = {64, [^\n]*, 192128};\n"
+        "EACH_OF_UNPACK\\(X\\)[^\n]* X\\(512\\)\n" "EACH_OF_LATENT\\(X\\) X\\(1064512\\)\n"
+        "int attend\\[\\] = {64, [^\n]*, 192128};\n")
+  if(NOT header MATCHES "${text}")
+    message(SEND_ERROR "instances.hpp does not have ${text}:\n${header}")
+  endif()
+endforeach()
 if(NOT header MATCHES "EACH_UNEQUAL_WIDTH\\(X\\) +X\\(192128\\)\n" OR attend MATCHES "tq8" OR
    NOT header MATCHES "EACH_PAIR\\(X\\) X\\(tq6, tq4\\)\n" OR
    NOT header MATCHES "OTHER_PAIR\\(X\\) .*X\\(tq8, tq8\\)")
@@ -94,7 +98,7 @@ list(LENGTH kvant_cuda_head_dims head_dims)
 list(LENGTH kvant_cuda_widths widths)  # units of attention
 list(LENGTH kvant_cuda_latents latents)
 math(EXPR expected "4 * ${head_dims} + ${widths} + ${latents}")
-math(EXPR hopper_expected "2 * ${head_dims}")
+math(EXPR hopper_expected "2 * ${head_dims} + ${widths}")
 if(NOT count EQUAL expected OR NOT hopper_count EQUAL hopper_expected)
   message(SEND_ERROR "${count} and ${hopper_count} units for ${head_dims} head_dims")
 endif()

@@ -17,9 +17,9 @@ namespace {
 class GpuUnpacked : public testing::TestWithParam<std::tuple<Formats, int>> {
  protected:
   [[nodiscard]] WorldSpec spec(std::vector<Lengths> sequences, int ends, Dtype dtype) const {
-    const auto& [formats, head_dim] = GetParam();
+    const auto& [formats, width] = GetParam();
     WorldSpec s = spec_of(formats.k, formats.v, std::move(sequences));
-    s.head_dim = head_dim;
+    set_width(s, width);
     s.sink_pages = s.tail_pages = ends;
     s.input_dtype = s.k == "f16" || s.k == "bf16" ? (s.k == "f16" ? Dtype::f16 : Dtype::bf16) : dtype;
     s.exact = s.input_dtype;
@@ -59,7 +59,8 @@ TEST_P(GpuUnpacked, Transforms) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, GpuUnpacked,
-                         testing::Combine(testing::ValuesIn(kFormats), testing::Values(64, 96, 128, 192, 256, 512)),
+                         testing::Combine(testing::ValuesIn(kFormats),
+                                          testing::Values(64, 96, 128, 192, 256, 512, 192128)),
                          [](const auto& i) {
                            return fmt::format("{}_d{}", name_of(std::get<0>(i.param)), std::get<1>(i.param));
                          });
@@ -67,9 +68,9 @@ INSTANTIATE_TEST_SUITE_P(All, GpuUnpacked,
 TEST(GpuUnpackedKeys, ShortPageCentresAndPadding) {
   SKIP_WITHOUT_DEVICE();
   SKIP_WITHOUT_SM90();
-  for (const int head_dim : {64, 80, 112, 128, 256, 320, 512}) {
+  for (const int head_dim : {64, 80, 112, 128, 256, 320, 512, 192128}) {
     WorldSpec s = spec_of("tq6", "tq4", {{1500, 2}, {700, 300}, {130, 130}});
-    s.head_dim = head_dim;
+    set_width(s, head_dim);
     s.page_centres = true;
     s.key_offset = 2;
     s.sink_pages = s.tail_pages = 1;
@@ -109,6 +110,28 @@ TEST(GpuUnpackedKeys, TheSameBitsAndWhatThePlanSays) {
   const Result<Attended> apart = w.try_attend(options, {}, {.q_dtype = Dtype::bf16, .offset = 1});
   ASSERT_FALSE(apart);
   EXPECT_NE(apart.message().find("multiples of 16 bytes"), std::string::npos) << apart.message();
+}
+
+// Rounds that have no room for all heads: decode kernels attend to what is left, whole sequences and some heads alike.
+TEST(GpuUnpackedKeys, DecodeKernelsTakeWhatIsLeftOfUnequalWidths) {
+  SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
+  for (const int width : kUnequalWidths) {
+    WorldSpec s = spec_of("tq4", "tq4", {{2000, 1}, {700, 300}, {333, 5}, {130, 130}, {64, 0}, {500, 60}});
+    set_width(s, width);
+    s.input_dtype = Dtype::bf16;
+    s.exact = Dtype::bf16;
+    const GpuWorld w(s);
+    AttentionOptions options;
+    options.kernel = "prefill";  // rounds for sequences of many rows alone
+    const Attended got = w.try_attend(options, {}, {.q_dtype = Dtype::bf16}).value();
+    EXPECT_NE(got.explain.find("kernel     prefill_unpacked tq4/tq4"), std::string::npos) << got.explain;
+    EXPECT_NE(got.explain.find("the sequences that are left"), std::string::npos) << got.explain;
+    EXPECT_TRUE(w.matches(options, {}, {.q_dtype = Dtype::bf16}));
+    EXPECT_TRUE(w.matches(options, {}, {.q_dtype = Dtype::f32}));  // nothing is in a round
+    options.mask = Mask::sliding(100, 3);
+    EXPECT_TRUE(w.matches(options, {}, {.q_dtype = Dtype::bf16}));
+  }
 }
 
 // A vector that is not a number makes those rows NaN that see it, and no others.

@@ -36,7 +36,7 @@ inline const std::vector<int> kWidths = {KVANT_CUDA_EACH_WIDTH(KVANT_ENTRY)};
 inline const std::vector<int> kUnequalWidths = {KVANT_CUDA_EACH_UNEQUAL_WIDTH(KVANT_ENTRY)};
 #undef KVANT_ENTRY
 #define KVANT_ENTRY(width) width,
-inline const std::vector<int> kLatentWidths = {KVANT_CUDA_EACH_LATENT(KVANT_ENTRY)};
+inline const std::vector<int> kLatentWidths = {KVANT_CUDA_EACH_OF_LATENT(KVANT_ENTRY)};
 #undef KVANT_ENTRY
 /// For a WorldSpec, a CacheConfig or a Geometry. A latent cache has one kv head.
 template <class Config>

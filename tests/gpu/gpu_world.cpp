@@ -300,10 +300,14 @@ bool GpuWorld::serves(const std::string& kind) const {
 
 bool GpuWorld::unpacked_serves(const AttentionOptions& base, const Placement& placement) const {
   const auto whole = [](std::int64_t elements) { return elements % 8 == 0; };
+  const WorldSpec& s = host.spec;
+  const auto rotated = [](const std::string& format) { return format.rfind("tq", 0) == 0; };
+  const bool before_decode = host.v_dim() != s.head_dim && !base.fresh_keys && !is_generic_only() && !s.key_bases &&
+                             !s.value_bases && (s.k == s.v || (rotated(s.k) && rotated(s.v)));
   return why_no_sm90().empty() && base.mask.tensor.data == nullptr && placement.q_dtype != Dtype::f32 &&
          whole(host.spec.head_dim) && cache.impl().stored_dims().k <= 256 && whole(placement.offset) &&
          whole(placement.token_padding) && whole(placement.head_padding) &&
-         (serves(core::kPrefillSm90) || serves(core::kPrefillSm80));
+         (serves(core::kPrefillSm90) || serves(core::kPrefillSm80) || before_decode);
 }
 bool GpuWorld::fresh_serves(const AttentionOptions& base, const Placement& placement) const {
   return base.fresh_keys && placement.q_dtype == host.spec.input_dtype && unpacked_serves(base, placement);

@@ -51,13 +51,24 @@ class Engine {
     return o;
   }
 
+  // Rounds queries to bf16, in which they are given from then on.
+  void take_bf16_queries() {
+    q_dtype_ = Dtype::bf16;
+    for (auto& sequence : world.qkv) {
+      for (float& x : sequence.q) x = base::bf16_to_f32(base::f32_to_bf16(x));
+    }
+  }
+
   Attended attend(const PagesPlanOptions& o, const std::vector<float>& sink_logits = {}) {
     PagesPlan plan = twins.device.plan(o).value();
     const DeviceTables tables(o.max_batch, o.max_blocks);
     plan.set_tables(tables.upload(step), twins.stream.handle()).value();
     const std::vector<float> q = world.queries();
     const std::int64_t rows = world.total_queries(), heads = world.q_heads();
-    const DeviceBuffer q_there = DeviceBuffer::of<float>(q),
+    std::vector<std::uint16_t> q_bf16;
+    for (const float x : q) q_bf16.push_back(base::f32_to_bf16(x));
+    const bool is_f32 = q_dtype_ == Dtype::f32;
+    const DeviceBuffer q_there = is_f32 ? DeviceBuffer::of<float>(q) : DeviceBuffer::of<std::uint16_t>(q_bf16),
                        out_there(static_cast<std::size_t>(rows * heads * world.v_dim()) * 4),
                        lse_there(static_cast<std::size_t>(rows * heads) * 4), workspace(plan.workspace_bytes()),
                        sinks = DeviceBuffer::of<float>(sink_logits);
@@ -68,8 +79,9 @@ class Engine {
       keys = DeviceBuffer::of<std::byte>(fresh.k), values = DeviceBuffer::of<std::byte>(fresh.v);
       fresh.keys.data = keys.data(), fresh.values.data = values.data();
     }
-    plan.run(twins.device_pool, TensorView::of(q_there.as<float>(), rows, heads, world.spec.head_dim),
-             MutableTensorView::of(out_there.as<float>(), rows, heads, world.v_dim()),
+    TensorView q_view = TensorView::of(q_there.as<float>(), rows, heads, world.spec.head_dim);
+    q_view.dtype = q_dtype_;
+    plan.run(twins.device_pool, q_view, MutableTensorView::of(out_there.as<float>(), rows, heads, world.v_dim()),
              {.stream = twins.stream.handle(),
               .lse = lse_there.as<float>(),
               .sink_logits = sink_logits.empty() ? nullptr : sinks.as<float>(),
@@ -98,6 +110,7 @@ class Engine {
   std::int64_t columns = 1;
 
  private:
+  Dtype q_dtype_ = Dtype::f32;
   static std::int64_t blocks_of(const WorldSpec&) { return prime_; }
   static constexpr std::int32_t prime_ = 127;
 };
@@ -173,6 +186,31 @@ TEST(PagesGpu, ManyRows) {
     }
     EXPECT_STREQ(possible->kernel(), kernel);
     EXPECT_TRUE(engine.matches(engine.attend(limits), options, {}, std::string(kernel) == "prefill")) << kernel;
+  }
+}
+
+// Decode kernels follow unpacked keys, over what rounds have left: they cut work of their own, not that of the step.
+TEST(PagesGpu, ManyRowsOfUnequalWidths) {
+  SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
+  for (const int width : kUnequalWidths) {
+    Engine engine(spec({"tq4", "tq4"}, width, 4, {{700, 300}, {64, 1}, {257, 257}, {3000, 130}, {90, 0}, {200, 9}}));
+    for (const bool bf16 : {false, true}) {  // f32 queries are left to decode kernels
+      if (bf16) engine.take_bf16_queries();
+      for (const char* kernel : {"prefill", "prefill_unpacked"}) {
+        if (!bf16 && kernel == std::string("prefill_unpacked")) continue;  // is refused
+        for (const Mask& mask : {Mask::causal(), Mask::sliding(150, 3)}) {
+          for (const int spare : {0, 40}) {
+            AttentionOptions options;
+            options.kernel = kernel;
+            options.mask = mask;
+            const Attended got = engine.attend(engine.limits(options, spare));
+            EXPECT_NE(got.explain.find("the sequences that are left"), std::string::npos) << got.explain;
+            EXPECT_TRUE(engine.matches(got, options, {}, true)) << kernel << " " << bf16 << " " << spare;
+          }
+        }
+      }
+    }
   }
 }
 

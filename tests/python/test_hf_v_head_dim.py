@@ -70,9 +70,9 @@ def test_reports_are_true_before_the_first_token(model):
     if kind == "mimo_v2_flash":
         assert [(r.kv_heads, r.head_dim, r.v_head_dim) for r in before.rows] == [(4, 48, 40), (2, 48, 40)]
         assert "4 x 48/40" in str(before) and not any(r.reason for r in before.rows)
-    else:  # both parts are keys
+    else:
         lora = model.config.kv_lora_rank
-        assert {(r.kv_heads, r.head_dim, r.v_head_dim, r.k, r.v) for r in before.rows} == {(1, lora, 16, "tq6", "tq6")}
+        assert {(r.kv_heads, r.head_dim, r.v_head_dim, r.k, r.v) for r in before.rows} == {(1, lora, 16, "tq6", "tq8")}
         assert all("the model expands" in r.reason for r in before.rows)
         assert "prompts by torch over expanded latents" in str(after)
     row = after.rows[1]
@@ -82,11 +82,13 @@ def test_reports_are_true_before_the_first_token(model):
 def test_layers_that_a_device_leaves_are_said_before_the_first_token(model, monkeypatch):
     monkeypatch.setattr(versions, "compute_device", lambda model: torch.device("cuda", 0))
     build = kvant.build_info() | {"device": {"head_dims": [64, 128, 192], "widths": [[192, 128]]}}
-    monkeypatch.setattr(kvant, "build_info", lambda: build)
-    with pytest.warns(UserWarning, match="kvant stores no layer of .*: devices have kernels for keys and values of"):
+    monkeypatch.setattr(kvant._tools, "build_info", lambda: build)
+    latent = model.config.model_type != "mimo_v2_flash"
+    why = "kvant.hf stores latents on the CPU alone" if latent else "devices have kernels for .* or of 192/128, and not of"
+    with pytest.warns(UserWarning, match=f"kvant stores no layer of .*: {why}"):
         kvant.hf.enable(model, short_windows=True)
     assert not any(row.stored for row in kvant.hf.report(model).rows)
-    with pytest.raises(kvant.Unsupported, match="devices have kernels.*strict=True"):
+    with pytest.raises(kvant.Unsupported, match=f"{why}.*strict=True"):
         kvant.hf.enable(model, short_windows=True, strict=True)
 
 
@@ -153,11 +155,14 @@ def test_widths_that_a_device_stores(monkeypatch):
     from kvant.hf.cache import why_not_on_a_device
 
     build = {"device": {"head_dims": [64, 128, 192], "widths": [[192, 128]]}}
-    monkeypatch.setattr(kvant, "build_info", lambda: build)
+    monkeypatch.setattr(kvant._tools, "build_info", lambda: build)
     for head_dim, v_head_dim in ((128, 128), (100, 100), (192, 128)):
         assert why_not_on_a_device(versions.Geometry(4, head_dim, v_head_dim)) is None
     for head_dim, v_head_dim in ((128, 192), (192, 64), (512, 64)):
         reason = why_not_on_a_device(versions.Geometry(4, head_dim, v_head_dim))
-        assert "of one size, or of 192/128" in reason and f"4 x {head_dim}/{v_head_dim}" in reason
+        assert f"of one size or of 192/128, and not of {head_dim}/{v_head_dim}" in reason
+    assert why_not_on_a_device(versions.Geometry(1, 192, 128, True)) == "kvant.hf stores latents on the CPU alone"
+    build["device"]["widths"] = []
+    assert "of one size, and not of 192/128" in why_not_on_a_device(versions.Geometry(4, 192, 128))
     build["device"] = None  # what has no CUDA says so itself
     assert why_not_on_a_device(versions.Geometry(4, 192, 64)) is None

@@ -245,9 +245,10 @@ def test_scales_of_e4m3(monkeypatch):
     first = model.model.layers[0]
     with torch.no_grad():
         values = first.self_attn.v_proj(first.input_layernorm(model.model.embed_tokens(ids)))
-        assert peers.largest(model, ids)[0][1] == pytest.approx(float(values.abs().max()), rel=1e-5)
-    monkeypatch.setattr(peers, "largest", lambda model, ids: [(1344.0, 224.0), (448.0, 448.0)])
-    plain, calibrated = (peer.layers for peer in peers.peers(model, ids, ["e4m3"])[0])
+        given = peers.exact_cache(model, ids)
+    assert peers.largest(given)[0][1] == pytest.approx(float(values.abs().max()), rel=1e-5)
+    monkeypatch.setattr(peers, "largest", lambda given: [(1344.0, 224.0), (448.0, 448.0)])
+    plain, calibrated = (peer.layers for peer in peers.peers(model.config, given, ["e4m3"])[0])
     given = torch.tensor([2000.0, 2.1])
     kept = [part(given).tolist() for layer in calibrated for part in (layer.stored_keys, layer.stored_values)]
     assert kept == [[1344.0, 2.0625], [224.0, 2.0], [448.0, 2.0], [448.0, 2.0]]

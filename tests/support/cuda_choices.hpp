@@ -6,11 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/decode/shape.hpp"
 #include "cuda/plan/choose.hpp"
-#include "cuda/prefill_dense/shape.hpp"
-#include "cuda/prefill_sm80/shape.hpp"
-#include "cuda/prefill_sm90/shape.hpp"
+#include "cuda/plan/compiled.hpp"
 #include "cuda/runtime/built.hpp"
 
 namespace kvant::cuda {
@@ -34,107 +31,18 @@ inline const Device& device_of(const std::string& name) {
   return *std::find_if(std::begin(kDevices), std::end(kDevices), [&](const Device& one) { return one.name == name; });
 }
 
-struct TableEntry {
-  Format k, v;
-  int width;  // cuda/width.hpp
-  DecodeOffer offer;
-};
-// The functions that the tables of src/cuda/instances.cmake call.
-template <class S>
-TableEntry entry_of() {
-  return {S::kKeyFormat,
-          S::kValueFormat,
-          width_of(codec::HeadDims{S::kHeadDim, S::kValueDim}),
-          {.column_tiles = S::kColumnTiles,
-           .teams = S::kTeams,
-           .shared_bytes = S::kShared.bytes[0],
-           .has_eight_warps = S::kHasEightWarps,
-           .by_group = S::kByGroup,
-           .half_weights = S::kHalfWeights,
-           .one_stage = S::kOneStage}};
+// The kernels that plans find for some work. A build's units are those of fake_cuda/kernels.cpp.
+inline Compiled compiled_for(const PlannedWork& work, const Device& device) {
+  static const core::Tuning kNone;
+  return find_compiled(work, device.limits, device.tuning != nullptr ? *device.tuning : kNone).value();
 }
-template <Format K, Format V, int kWidth, int kTiles>
-TableEntry attend_entry() {
-  return entry_of<Shape<K, V, kWidth, kTiles, kWarps>>();
+inline Offers offers_of(const PlannedWork& work, const Device& device) {
+  return compiled_for(work, device).offers;
 }
-template <Format K, Format V, int kWidth, int kTiles>
-TableEntry eight_warps_entry() {
-  return entry_of<Shape<K, V, kWidth, kTiles, kEightWarps>>();
-}
-template <Format K, Format V, int kWidth, int kTiles>
-TableEntry one_stage_entry() {
-  return entry_of<OneStage<K, V, kWidth, kTiles>>();
-}
-template <Format K, Format V, int kWidth, int kTiles>
-TableEntry half_weights_entry() {
-  return entry_of<HalfWeights<K, V, kWidth, kTiles>>();
-}
-template <Format K, Format V, int kWidth, int kTiles>
-TableEntry group_entry() {
-  return entry_of<Group<K, V, kWidth, kTiles>>();
-}
-inline const std::vector<TableEntry> kTable = {
-#include "cuda/decode_tables.inc"
-};
-
-inline TileOffers& offers_of_kind(const char* name, Offers& offers) {
+inline const TileOffers& offers_of_kind(const char* name, const Offers& offers) {
   const auto is_named = [&](const TileKind* kind) { return kind->name == std::string(name); };
   const auto* found = std::find_if(std::begin(kTileKinds), std::end(kTileKinds), is_named);
   return offers.tiles[static_cast<std::size_t>(found - std::begin(kTileKinds))];
-}
-template <int D>
-void offer_tiles(const PlannedWork& work, const Device& device, Offers& offers) {
-  if (D != work.width()) return;
-  if constexpr (D <= prefill::kMostHeadDim) {
-    if (prefill::has_kernel(work.k, work.v, D))
-      offers_of_kind(core::kPrefillSm90, offers).kernel =
-          TileOffer{prefill::kRows, prefill::Shape<D>::kBytes, 1, device.limits.has_sm90()};
-  }
-  if (prefill::has_one_type(work.k, work.v)) {
-    std::vector<TileOffer> kernels;
-    const auto add = [&]<class S>(S) {
-      const int more = codec::is_centred(work.params.cache.encoded_layout) ? S::kMoreIfCentred : 0;
-      const int bytes = S::bytes(work.k, work.v) + more;
-      const int room = blocks_within(device.limits, S::kThreads, bytes);
-      kernels.push_back({S::kRows, bytes, std::min(S::kBlocks, room), true});
-    };
-    add(prefill::sm80::Shape<D>{});
-    if constexpr (prefill::sm80::has_small(D)) add(prefill::sm80::Shape<D, true>{});
-    offers_of_kind(core::kPrefillSm80, offers).kernel =
-        *first_that_fits(kernels, device.limits, [](const TileOffer& one) { return one.shared_bytes; });
-  }
-  const auto dense = [&]<class Shape>(Shape) {
-    return DenseOffer{.rows = Shape::kRows,
-                      .keys = Shape::kKeys,
-                      .shared_bytes = Shape::kBytes,
-                      .blocks = Shape::kBlocks,
-                      .byte_keys = Shape::kByteKeys,
-                      .has_code = device.limits.has_sm90()};
-  };
-  offers.dense = dense(prefill::dense::ShapeFor<D>{});
-  if constexpr (prefill::has_byte_keys(D)) {
-    if (work.products == 8) offers.byte_keys = dense(prefill::dense::ByteKeysShapeFor<D>{});
-  }
-}
-
-inline Offers offers_of(const PlannedWork& work, const Device& device) {
-  Offers offers{.instances = instances(), .limits = device.limits, .tuning = device.tuning};
-  offers.tiles.resize(std::size(kTileKinds));
-  for (const TableEntry& one : kTable) {
-    if (one.width != work.width()) continue;
-    offers.has_decode = true;
-    if (one.k != work.k || one.v != work.v) continue;
-    offers.decode.push_back(one.offer);
-    offers.decode.back().has_code = !one.offer.by_group || device.limits.has_sm90();
-  }
-#define KVANT_ENTRY(d) \
-  if (d <= prefill::kMostHeadDim) offers_of_kind(core::kPrefillSm90, offers).head_dims.push_back(d);
-  KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
-#undef KVANT_ENTRY
-#define KVANT_ENTRY(d) offer_tiles<d>(work, device, offers);
-  KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
-#undef KVANT_ENTRY
-  return offers;
 }
 
 // --- work ------------------------------------------------------------------------------------------------------------
@@ -200,17 +108,15 @@ struct Chosen {
 inline Result<Chosen> try_choose(const Case& c, const Device& device) {
   const Asked asked(c);
   const PlannedWork work = asked.work();
-  Offers offers = offers_of(work, device);
-  if (!considers_prefill(work)) {
-    for (TileOffers& one : offers.tiles) one.kernel.reset();
-    offers.dense.reset();  // as plans do
-  }
+  const Offers offers = offers_of(work, device);
   const Result<Choice> choice = choose(work, offers);
   if (!choice.ok()) return choice.status();
   Chosen chosen{"", choice->why, choice->ns, 0, choice->byte_keys};
   if (choice->first) chosen.kinds += "prefill_fresh, ";
   if (choice->rounds) chosen.kinds += "prefill_unpacked, ";
-  chosen.kinds += choice->tiles >= 0 ? kTileKinds[choice->tiles]->name : choice->kernel(offers);
+  chosen.kinds += choice->tiles >= 0    ? kTileKinds[choice->tiles]->name
+                  : choice->decode >= 0 ? offers.decode[static_cast<std::size_t>(choice->decode)].kind()
+                                        : choice->kernel(offers);
   if (choice->decode >= 0) chosen.rows = offers.decode[static_cast<std::size_t>(choice->decode)].rows();
   return chosen;
 }
@@ -228,6 +134,12 @@ inline bool has(const std::string& text, const std::string& words) {
   return text.find(words) != std::string::npos;
 }
 
+// "192", "192/128"
+inline std::string width_name(int width) {
+  const int keys = key_dim(width), values = value_dim(width);
+  return keys == values ? std::to_string(keys) : fmt::format("{}/{}", keys, values);
+}
+
 struct NamedPair {
   const char* name;
   Format k, v;
@@ -236,9 +148,11 @@ inline constexpr NamedPair kPairs[] = {{"bf16", Format::bf16, Format::bf16}, {"f
                                        {"tq4", Format::tq4, Format::tq4},    {"tq6/tq4", Format::tq6, Format::tq4},
                                        {"tq8", Format::tq8, Format::tq8},    {"tq5/tq4", Format::tq5, Format::tq4}};
 // Rows of 32/8 heads up to head_dim 192, 16/2 at 256, 8/1 at 512.
-inline Case case_of(int head_dim, const NamedPair& pair) {
+inline Case case_of(int width, const NamedPair& pair) {
+  const int head_dim = key_dim(width), v_head_dim = value_dim(width);
   const int kv_heads = head_dim <= 192 ? 8 : head_dim == 256 ? 2 : 1;
   return {.head_dim = head_dim,
+          .v_head_dim = v_head_dim == head_dim ? 0 : v_head_dim,
           .k = pair.k,
           .v = pair.v,
           .q_heads = kv_heads == 8 ? 32 : 8 * kv_heads,

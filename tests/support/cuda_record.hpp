@@ -17,14 +17,17 @@ inline constexpr int kMostQueries = 4096;
 inline constexpr const char* kHead =
     "# The kernels that plans take, by estimated times: the boundaries between kinds of kernels.\n"
     "#\n"
-    "# A line is a device class, head_dim and keys/values; a column is sequences x keys, or a kind of request. A "
-    "column\n"
-    "# has `kind queries:us`: from so many queries a sequence on plans take this kind, which then takes about so many\n"
-    "# microseconds. The table has the numbers of queries 1, 2, 4 .. 4096, as long as they are no more than the keys.\n"
+    "# A line is a device class, head_dim (192/128: of keys and values) and formats; a column is sequences x keys, or "
+    "a\n"
+    "# kind of request. A column has `kind queries:us`: from so many queries a sequence on plans take this kind, "
+    "which\n"
+    "# then takes about so many microseconds. The table has the numbers of queries 1, 2, 4 .. 4096, as long as they "
+    "are\n"
+    "# no more than the keys.\n"
     "#\n"
     "#   dec, dec80, dec90   decode, decode_sm80, decode_sm90\n"
     "#   pre80, pre90        prefill_sm80, prefill_sm90\n"
-    "#   un+pre90            prefill_unpacked, then prefill_sm90 for what is in no round\n"
+    "#   un+pre90, un+dec    prefill_unpacked, then prefill_sm90 or decode for what is in no round\n"
     "#   fr+un+pre90         before these prefill_fresh\n"
     "#\n"
     "# Written by KVANT_WRITE_CHOICES=1 build/release/bin/cuda_choose_test. A change of this file is a change of what\n"
@@ -36,7 +39,7 @@ struct Column {
 };
 struct Section {
   std::vector<const char*> devices;
-  std::vector<int> head_dims;
+  std::vector<int> widths;
   std::vector<const char*> pairs;
   std::vector<Column> columns;
 };
@@ -46,7 +49,8 @@ inline Column shape(int sequences, std::int64_t length) {
 }
 
 inline std::vector<Section> sections() {
-  const std::vector<int> all(instances().head_dims.begin(), instances().head_dims.end());
+  std::vector<int> all, unequal;
+  for (const int width : units::attend) (key_dim(width) == value_dim(width) ? all : unequal).push_back(width);
   const std::vector<Column> usual{shape(1, 2048), shape(16, 2048), shape(1, 32768), shape(16, 32768)};
   return {
       {{"8.0", "8.9", "9.0"}, all, {"bf16", "fp8", "tq4", "tq6/tq4", "tq8", "tq5/tq4"}, usual},
@@ -60,6 +64,7 @@ inline std::vector<Section> sections() {
         {"calibrated", {.calibrated = true}},
         {"fresh", {.fresh_keys = true}},
         {"engine", {.fresh_keys = true, .any_length = true}}}},
+      {{"8.0", "9.0"}, unequal, {"bf16", "tq4"}, usual},
   };
 }
 
@@ -110,19 +115,19 @@ inline std::string table() {
     for (const Column& column : section.columns) cells.push_back(column.name);
     text += "\n" + line_of("# device", cells);
     for (const char* device : section.devices) {
-      for (const int head_dim : section.head_dims) {
+      for (const int width : section.widths) {
         for (const char* name : section.pairs) {
           const NamedPair& pair = *std::find_if(std::begin(kPairs), std::end(kPairs),
                                                 [&](const NamedPair& one) { return one.name == std::string(name); });
           cells.clear();
           for (const Column& column : section.columns) {
-            const Case usual = case_of(head_dim, pair);
+            const Case usual = case_of(width, pair);
             Case c = column.change;
-            c.head_dim = usual.head_dim, c.k = usual.k, c.v = usual.v;
+            c.head_dim = usual.head_dim, c.v_head_dim = usual.v_head_dim, c.k = usual.k, c.v = usual.v;
             c.q_heads = usual.q_heads, c.kv_heads = usual.kv_heads;
             cells.push_back(boundaries(c, device_of(device)));
           }
-          text += line_of(fmt::format("{} {} {}", device, head_dim, name), cells);
+          text += line_of(fmt::format("{} {} {}", device, width_name(width), name), cells);
         }
       }
     }

@@ -45,12 +45,12 @@ inline constexpr core::MemoryPins kFakePins{
     .unpin =
         [](void* memory) noexcept { EXPECT_EQ(pinned_memory().erase(static_cast<const std::byte*>(memory)), 1u); }};
 
-class FakeStore final : public core::DevicePages {
+class FakeStore final : public core::DeviceCache {
  public:
   struct State {
     std::int64_t length = 0, step_begin = 0;
   };
-  explicit FakeStore(const core::DevicePagesConfig& c)
+  explicit FakeStore(const core::DeviceCacheConfig& c)
       : config(c),
         pages(static_cast<std::size_t>(c.max_sequences) * static_cast<std::size_t>(c.max_pages)),
         states(static_cast<std::size_t>(c.max_sequences)),
@@ -180,7 +180,7 @@ class FakeStore final : public core::DevicePages {
   State& state_at(std::int32_t index) { return states.at(static_cast<std::size_t>(index)); }
 
   static inline FakeStore* newest = nullptr;
-  core::DevicePagesConfig config;
+  core::DeviceCacheConfig config;
   std::vector<PageRef> pages;
   std::vector<State> states;
   bool capturing = false;
@@ -307,8 +307,8 @@ inline constexpr core::DeviceBackend kFake{
     .name = "fake",
     .detail = [] { return std::string("fake"); },
     .unavailable = [] { return std::string(); },
-    .make_pages = [](const core::DevicePagesConfig& c) -> Result<std::unique_ptr<core::DevicePages>> {
-      return std::unique_ptr<core::DevicePages>(std::make_unique<FakeStore>(c));
+    .make_cache = [](const core::DeviceCacheConfig& c) -> Result<std::unique_ptr<core::DeviceCache>> {
+      return std::unique_ptr<core::DeviceCache>(std::make_unique<FakeStore>(c));
     },
     .make_plan = nullptr,
     .pins = &kFakePins};

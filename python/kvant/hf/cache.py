@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import kvant
+from kvant._tools import sizes_without_kernels
 
 from . import masks, versions
 from .conversation import Conversation
@@ -24,14 +25,10 @@ from .settings import SHORT_WINDOW, Settings
 
 
 def why_not_on_a_device(geometry: versions.Geometry) -> str | None:
-    """Why a device does not store keys and values of these sizes; None: it does, or says so itself."""
-    device = kvant.build_info()["device"]
-    if geometry.head_dim == geometry.v_head_dim or device is None:
-        return None
-    if [geometry.head_dim, geometry.v_head_dim] in device["widths"]:
-        return None
-    widths = ", ".join(f"{k}/{v}" for k, v in device["widths"])
-    return f"devices have kernels for keys and values of one size, or of {widths} ({geometry})"
+    """Why a device does not store such a layer; None: it does, or says so itself."""
+    if geometry.latent:
+        return "kvant.hf stores latents on the CPU alone"
+    return sizes_without_kernels(geometry.head_dim, geometry.v_head_dim)
 
 
 class KvantCache(versions.Cache):
@@ -203,8 +200,8 @@ class KvantCache(versions.Cache):
             if reason is not None:
                 return None, reason
             options.update(capacity)
-        if geometry.latent:  # scores follow from both parts
-            options["v"] = s.k
+        if geometry.latent:
+            options["v"] = s.rotary
         if s.bases is not None:
             options.update(bases=s.bases, basis_layers=members, k_basis="calibrated", v_basis="calibrated")
         try:

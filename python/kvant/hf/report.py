@@ -179,7 +179,7 @@ def make_report(cache: Any) -> Report:
         if stored:
             heads, dim, v_dim, latent = layer.family.geometry or (0, 0, 0, False)
             if latent:
-                v, reason = k, _EXPANDED
+                v, reason = cache.settings.rotary, _EXPANDED
             products = cache.settings.products
             if layer.group is not None:
                 products = layer.group.products or products

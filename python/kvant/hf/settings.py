@@ -151,6 +151,12 @@ class _Settings:
             return bool(read)
         return read if name in ("skip_layers", "bases") else value  # of others the numbers of C are not the values
 
+    @property
+    def rotary(self) -> str:
+        """The format of the rotary part of keys beside latents in `k`: an error there moves all scores of a token, and
+        it is a ninth of the numbers (docs/measurements.md, Latents)."""
+        return "tq8" if self.k.startswith("tq") else self.k
+
     def of_cache(self, on_device: bool, window: int) -> dict[str, Any]:
         """The options for kvant.Cache that are the same for all layers."""
         options = {option.name: getattr(self, option.name) for option in _options.HF_CACHE}

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 import torch
 
+from kvant._tools import sizes_without_kernels
+
 from . import connectors, dtypes, versions
 from .layer import BLOCK_TOKENS
 from .versions import (
@@ -17,24 +19,6 @@ from .versions import (
     KVQuantMode,
     SlidingWindowSpec,
 )
-
-
-def widths_without_kernels(head_size: int, head_size_v: int) -> str | None:
-    """Why this build has no kernels for keys and values of these sizes; None: it has."""
-    largest = dtypes.build()["largest_head_dim"]
-    if not (1 <= head_size <= largest and 1 <= head_size_v <= largest):
-        return f"keys of {head_size} and values of {head_size_v} numbers: sizes of 1 to {largest} are supported"
-    device = dtypes.build()["device"]
-    if not versions.is_cuda() or device is None:
-        return None
-    pairs = [(n, n) for n in device["head_dims"]] + [tuple(x) for x in device["widths"]]
-    if (head_size, head_size_v) in pairs:
-        return None
-    sizes = ", ".join(f"{k}/{v}" for k, v in pairs if k != v) or "none"
-    return (
-        f"no CUDA kernels for keys of {head_size} and values of {head_size_v} numbers; of two sizes there are these: "
-        f"{sizes}"
-    )
 
 
 class KvantBackend(AttentionBackend):
@@ -112,7 +96,11 @@ class KvantBackend(AttentionBackend):
     @classmethod
     def is_supported_on_current_device(cls, head_size: int, head_size_v: int, has_sinks: bool) -> bool:
         """vLLM asks before it makes such a layer, and would take another backend if this were false."""
-        reason = widths_without_kernels(head_size, head_size_v)
+        largest, reason = dtypes.build()["largest_head_dim"], None
+        if not (1 <= head_size <= largest and 1 <= head_size_v <= largest):
+            reason = f"keys of {head_size} and values of {head_size_v} numbers: sizes of 1 to {largest} are supported"
+        elif versions.is_cuda():
+            reason = sizes_without_kernels(head_size, head_size_v)
         if reason is not None:
             raise NotImplementedError(f"kvant: {reason}")
         return True

@@ -76,13 +76,12 @@ int workers_for(const CacheSpec& spec, std::int64_t values, std::int64_t least) 
   return static_cast<int>(std::clamp<std::int64_t>(values / least, 1, most));
 }
 
-Result<std::shared_ptr<const PagesImpl>> HostPages::create(const PagesConfig& config, const CacheConfig& cache,
-                                                           Format k, Format v) {
+Result<std::shared_ptr<const PagesImpl>> HostPages::create(const PagesSpec& spec) {
   AttentionOptions named;
-  named.isa = config.isa;
+  named.isa = spec.config.isa;
   const Result<const Kernels*> kernels = choose_kernels(named);
   if (!kernels.ok()) return kernels.status();
-  auto pages = std::make_shared<HostPages>(config, cache, k, v, **kernels);
+  auto pages = std::make_shared<HostPages>(spec, **kernels);
   if (Status s = pages->make_tail(); !s) return s;
   return std::shared_ptr<const PagesImpl>(std::move(pages));
 }

@@ -62,11 +62,8 @@ class TableRows {
 
 class HostPages final : public PagesImpl {
  public:
-  static Result<std::shared_ptr<const PagesImpl>> create(const PagesConfig& config, const CacheConfig& cache, Format k,
-                                                         Format v);
-  HostPages(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, const Kernels& kernels)
-      : PagesImpl(config, cache, k, v, {stored_head_dim(cache.head_dim), stored_head_dim(cache.v_dim())}),
-        kernels_(kernels) {}
+  static Result<std::shared_ptr<const PagesImpl>> create(const PagesSpec& spec);
+  HostPages(const PagesSpec& spec, const Kernels& kernels) : PagesImpl(spec), kernels_(kernels) {}
   Status make_tail();
   [[nodiscard]] HostTail* own_tail() const noexcept { return own_tail_.get(); }  // null: there is none
 
@@ -111,7 +108,6 @@ class HostPagesPlan final : public PagesPlanImpl {
     return lists_.takes_tiles(std::int64_t{options().max_query_len} * lists_.group) ? lists_.products.bits : 16;
   }
   [[nodiscard]] int threads() const noexcept override { return lists_.workers; }
-  [[nodiscard]] bool is_on_host() const noexcept override { return true; }
 
  private:
   [[nodiscard]] const HostTail* tail() const { return static_cast<const HostPages&>(pages()).own_tail(); }

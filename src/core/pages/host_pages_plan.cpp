@@ -1,6 +1,5 @@
 // Attention over an engine's blocks in host memory.
 #include <algorithm>
-#include <iterator>
 
 #include "core/fmt.hpp"
 #include "core/pages/host_pages.hpp"
@@ -148,22 +147,12 @@ Status HostPagesPlan::run(const BlockPool& pool, const TensorView& q, const Muta
 }
 
 std::string HostPagesPlan::explain() const {
-  const CacheSpec& spec = pages().spec();
-  const PagesPlanOptions& o = options();
-  std::string s;
-  const auto to = std::back_inserter(s);
-  fmt::format_to(to, "pages      an engine's blocks of {} tokens, {}/{}, {}, {} kv heads, {} bytes each\n", kPageTokens,
-                 format_info(spec.k).name, format_info(spec.v).name, spec.head_dim_words(), spec.config.kv_heads,
-                 spec.encoded.block_bytes);
-  fmt::format_to(to, "limits     {} sequences of {} blocks, {} queries each and {} in all\n", o.max_batch, o.max_blocks,
-                 o.max_query_len, o.max_tokens);
-  s += pages().tail().explain(spec.config.kv_heads);
-  s += lists_.explain_backend();
-  s += fresh_line(o.attention);
+  const std::string s = explain_pages() + lists_.explain_backend() + fresh_line(options().attention);
   if (!is_set_) return s + "batch      none yet (set_tables)\n";
-  fmt::format_to(to, "batch      {} sequence(s) with queries, {} queries, {} keys encoded, {} exact\n",
-                 lists_.planned.size(), queries_, keys_[kEncoded], keys_[kExact]);
-  return s + lists_.explain_items();
+  return s +
+         fmt::format("batch      {} sequence(s) with queries, {} queries, {} keys encoded, {} exact\n",
+                     lists_.planned.size(), queries_, keys_[kEncoded], keys_[kExact]) +
+         lists_.explain_items();
 }
 
 }  // namespace kvant::core

@@ -14,13 +14,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "codec/centre.hpp"
-#include "codec/storable.hpp"
 #include "core/fmt.hpp"
 #include "core/pages/host_pages.hpp"
 #include "core/pages/slot_runs.hpp"
+#include "core/store/unstorable.hpp"
 #include "core/tensor_rows.hpp"
 #include "core/threads.hpp"
 
@@ -164,54 +165,20 @@ void write_slots_share(void* context, int worker) {
   }
 }
 
-struct SlotCheck {
-  const CacheSpec* spec;
-  const TensorView* tensor[2];
-  std::span<const std::int64_t> slots;
-  int workers;
-  std::atomic<bool> found{false};
-};
-
-bool is_slot_storable(const SlotCheck& c, bool values, std::int64_t row, int head) {
-  const TensorView& t = *c.tensor[values ? 1 : 0];
-  return codec::row_storable(t.dtype, row_of(t, 0, row, head), row_width(c.spec->config, values).values);
-}
-
-void check_slots_share(void* context, int worker) {
-  SlotCheck& c = *static_cast<SlotCheck*>(context);
-  const auto rows = static_cast<std::int64_t>(c.slots.size());
-  for (std::int64_t row = rows * worker / c.workers; row < rows * (worker + 1) / c.workers; ++row) {
-    if (c.slots[static_cast<std::size_t>(row)] < 0) continue;
-    for (int head = 0; head < c.spec->config.kv_heads; ++head) {
-      if (is_slot_storable(c, false, row, head) && is_slot_storable(c, true, row, head)) continue;
-      c.found.store(true, std::memory_order_relaxed);
-      return;
-    }
-  }
-}
-
 Status check_slot_values(const CacheSpec& spec, const TensorView& keys, const TensorView& values,
                          std::span<const std::int64_t> slots) {
-  const std::int64_t rows = static_cast<std::int64_t>(slots.size());
-  SlotCheck check{.spec = &spec,
-                  .tensor = {&keys, &values},
-                  .slots = slots,
-                  .workers = workers_for(spec, rows * spec.token_values(), kSlotChecksPerWorker)};
-  parallel(check.workers, check_slots_share, &check);
-  if (!check.found) return {};
-  for (const bool of_values : {false, true}) {
-    for (std::int64_t row = 0; row < rows; ++row) {
-      for (int head = 0; head < spec.config.kv_heads; ++head) {
-        if (slots[static_cast<std::size_t>(row)] < 0 || is_slot_storable(check, of_values, row, head)) continue;
-        return {Code::non_finite,
-                fmt::format("{}: row {} (slot {}), kv head {} has a value that is not finite, or above 65504; finite "
-                            "magnitudes up to 65504 can be stored. Nothing was changed",
-                            of_values ? "values" : "keys", row, slots[static_cast<std::size_t>(row)], head)};
-      }
-    }
-  }
+  const auto rows = static_cast<std::int64_t>(slots.size());
+  const auto slot = [&](std::int64_t row) { return slots[static_cast<std::size_t>(row)]; };
+  const auto bad =
+      find_unstorable(keys, values, rows, workers_for(spec, rows * spec.token_values(), kSlotChecksPerWorker),
+                      [&](const TensorView& t, std::int64_t row) {
+                        return slot(row) < 0 ? std::nullopt : std::optional(row * t.stride[0]);
+                      });
+  if (!bad) return {};
   return {Code::non_finite,
-          "keys or values changed while they were looked at; leave them alone until the call returns"};
+          fmt::format("{}: row {} (slot {}), kv head {} has a value that is not finite, or above 65504; finite "
+                      "magnitudes up to 65504 can be stored. Nothing was changed",
+                      bad->is_key ? "keys" : "values", bad->row, slot(bad->row), bad->head)};
 }
 
 // Which runs go to exact copies. Errors: the step's tables have no such row.

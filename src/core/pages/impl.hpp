@@ -1,8 +1,7 @@
-// Pages in an engine's blocks, behind kvant::Pages. pages.cpp checks the arguments that do not depend on where the
-// blocks are; two classes each do the rest:
+// Pages in an engine's blocks, behind kvant::Pages. pages.cpp checks the arguments; two classes each do the rest:
 //
 //   HostPages, HostPagesPlan       host_pages.cpp, host_pages_write.cpp, host_pages_plan.cpp: CPU kernels
-//   DevicePages..., ...Plan        device_blocks.cpp: a backend's DeviceBlocks (core/pages/device_blocks.hpp)
+//   DevicePages, DevicePagesPlan   device_pages.hpp: a backend's classes derive from these
 //
 // There is no CacheTable here: the engine has the sequences. Kernels, schedules and the lists of work are those of a
 // cache, which see the same tables of slots and lengths.
@@ -53,11 +52,21 @@ PagesTail pages_tail(const PagesConfig& config, const CacheSpec& spec);
 /// The alignment of blocks, in bytes.
 inline constexpr std::uint32_t kBlockAlignment = 64;
 
+// Pages as their config says, with all that it leaves open.
+struct PagesSpec {
+  const PagesConfig& config;
+  const CacheConfig& cache;
+  Format k, v;
+  codec::HeadDims stored;  // the sizes at which vectors are stored
+};
+
 class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
  public:
   static Result<std::shared_ptr<const PagesImpl>> create(const PagesConfig& config, const core::DeviceBackend* backend);
-  PagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, codec::HeadDims stored)
-      : config_(config), spec_(cache, k, v, stored, kBlockAlignment), tail_(core::pages_tail(config, spec_)) {}
+  explicit PagesImpl(const PagesSpec& s)
+      : config_(s.config),
+        spec_(s.cache, s.k, s.v, s.stored, kBlockAlignment),
+        tail_(core::pages_tail(config_, spec_)) {}
   PagesImpl(const PagesImpl&) = delete;
   PagesImpl& operator=(const PagesImpl&) = delete;
   virtual ~PagesImpl() = default;
@@ -83,7 +92,7 @@ class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
   /// `options`: complete.
   virtual Result<std::unique_ptr<PagesPlanImpl>> plan(PagesPlanOptions options) const = 0;
 
-  Status check_pool(const BlockPool& pool) const;
+  virtual Status check_pool(const BlockPool& pool) const;
 
  private:
   const PagesConfig config_;
@@ -104,7 +113,7 @@ class PagesPlanImpl {
 
   // Pointers, batch and columns are checked.
   virtual Status set_tables(const StepTables& tables, Stream stream) = 0;
-  // Pool, tensors and workspace are checked.
+  // Pool and tensors are checked.
   virtual Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
                      const core::FreshRows& fresh, const RunOptions& options) = 0;
   virtual Result<bool> take_errors(Stream stream) = 0;
@@ -114,7 +123,10 @@ class PagesPlanImpl {
   [[nodiscard]] virtual const char* kernel() const noexcept = 0;
   [[nodiscard]] virtual int products() const noexcept = 0;
   [[nodiscard]] virtual int threads() const noexcept = 0;
-  [[nodiscard]] virtual bool is_on_host() const noexcept = 0;
+
+ protected:
+  /// Lines of explain; `of_limits`: the end of the line on limits.
+  [[nodiscard]] std::string explain_pages(const char* of_limits = "") const;
 
  private:
   const std::shared_ptr<const PagesImpl> pages_;

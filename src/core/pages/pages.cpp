@@ -191,8 +191,8 @@ Result<std::shared_ptr<const PagesImpl>> PagesImpl::create(const PagesConfig& gi
   cache.k_centre = *k_centre;
   cache.threads = c.threads;
   cache.isa = c.isa;
-  if (device->has_value()) return core::make_device_pages(c, cache, *k, *v, **device, backend);
-  return core::HostPages::create(c, cache, *k, *v);
+  if (device->has_value()) return core::DevicePages::create({c, cache, *k, *v, {}}, **device, backend);
+  return core::HostPages::create({c, cache, *k, *v, {stored_head_dim(cache.head_dim), stored_head_dim(cache.v_dim())}});
 }
 
 Result<Pages> Pages::create(const PagesConfig& config) try {
@@ -367,6 +367,16 @@ Result<PagesPlan> Pages::plan(const PagesPlanOptions& options) const try {
   return PagesPlan(std::move(*made));
 } catch (const std::bad_alloc&) {
   return {Code::out_of_memory, "the plan's tables could not be allocated; lower max_batch, max_blocks or max_tokens"};
+}
+
+std::string PagesPlanImpl::explain_pages(const char* of_limits) const {
+  const core::CacheSpec& spec = pages().spec();
+  return fmt::format("pages      an engine's blocks of {} tokens, {}/{}, {}, {} kv heads, {} bytes each\n", kPageTokens,
+                     format_info(spec.k).name, format_info(spec.v).name, spec.head_dim_words(), spec.config.kv_heads,
+                     spec.encoded.block_bytes) +
+         fmt::format("limits     {} sequences of {} blocks, {} queries each and {} in all{}\n", options_.max_batch,
+                     options_.max_blocks, options_.max_query_len, options_.max_tokens, of_limits) +
+         pages().tail().explain(spec.config.kv_heads);
 }
 
 PagesPlan::PagesPlan(std::unique_ptr<PagesPlanImpl> impl) : impl_(std::move(impl)) {}

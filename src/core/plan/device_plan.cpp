@@ -12,7 +12,7 @@ namespace {
 
 class DeviceWork final : public PlanWork {
  public:
-  DeviceWork(const PlanImpl& plan, DevicePages& pages, const char* backend, std::unique_ptr<DevicePlan> made)
+  DeviceWork(const PlanImpl& plan, DeviceCache& pages, const char* backend, std::unique_ptr<DevicePlan> made)
       : plan_(plan), pages_(pages), backend_(backend), device_(std::move(made)) {}
 
   [[nodiscard]] const char* isa() const noexcept override { return backend_; }
@@ -87,7 +87,7 @@ class DeviceWork final : public PlanWork {
 
  private:
   const PlanImpl& plan_;
-  DevicePages& pages_;
+  DeviceCache& pages_;
   const char* backend_;
   std::unique_ptr<DevicePlan> device_;
 };

@@ -94,7 +94,7 @@ class DeviceStore final : public PageStore {
   std::int64_t encoded_slots_ = 0, exact_slots_ = 0;
   std::vector<Place> places_;
   std::vector<std::int32_t> free_places_;  // a stack
-  std::unique_ptr<DevicePages> pages_;
+  std::unique_ptr<DeviceCache> pages_;
 };
 
 }  // namespace kvant::core

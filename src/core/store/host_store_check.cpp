@@ -1,15 +1,12 @@
 // A write to host memory refuses values, and scales, that cannot be stored.
 #include <algorithm>
-#include <atomic>
-#include <limits>
 
 #include "base/bits.hpp"
 #include "codec/pack.hpp"
-#include "codec/storable.hpp"
 #include "core/fmt.hpp"
 #include "core/store/host_store.hpp"
+#include "core/store/unstorable.hpp"
 #include "core/tensor_rows.hpp"
-#include "core/threads.hpp"
 
 namespace kvant {
 namespace {
@@ -25,43 +22,6 @@ float element(Dtype dtype, const std::byte* row, int i) {
   }
 }
 
-// Looks for the first vector that cannot be stored: those of the keys by row and head, then those of the values. Rows
-// are counted over all sequences, however they lie.
-struct FiniteCheck {
-  static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
-
-  const TensorView* keys;
-  const TensorView* values;
-  std::span<const std::int64_t> ends;  // for each sequence: rows up to its last
-  int workers;
-  std::atomic<std::int64_t> first{kNone};  // its number
-};
-
-void check_share(void* context, int worker) {
-  FiniteCheck& c = *static_cast<FiniteCheck*>(context);
-  const std::int64_t rows = c.ends.back(), heads = c.keys->shape[1];  // keys' and values'
-  const std::int64_t begin = 2 * rows * worker / c.workers, end = 2 * rows * (worker + 1) / c.workers;
-  std::size_t sequence = 0;
-  for (std::int64_t i = begin; i < end; ++i) {
-    const bool is_key = i < rows;
-    const TensorView& t = is_key ? *c.keys : *c.values;
-    const std::int64_t row = is_key ? i : i - rows;
-    if (i == begin || row == 0) sequence = 0;
-    while (row >= c.ends[sequence]) ++sequence;
-    const std::int64_t before = sequence == 0 ? 0 : c.ends[sequence - 1];
-    const std::int64_t first = core::first_element(t, static_cast<std::int64_t>(sequence), before);
-    for (std::int64_t head = 0; head < heads; ++head) {
-      if (codec::row_storable(t.dtype, core::row_of(t, first, row - before, head), static_cast<int>(t.shape[2])))
-        continue;
-      const std::int64_t vector = i * heads + head;
-      std::int64_t found = c.first.load();
-      while (vector < found && !c.first.compare_exchange_weak(found, vector)) {
-      }
-      return;
-    }
-  }
-}
-
 }  // namespace
 
 Status core::HostStore::check_values(std::span<const StepRows> rows, const TensorView& keys,
@@ -71,31 +31,32 @@ Status core::HostStore::check_values(std::span<const StepRows> rows, const Tenso
   for (const StepRows& r : rows) ends.push_back((ends.empty() ? 0 : ends.back()) + r.tokens);
   const std::int64_t tokens = ends.empty() ? 0 : ends.back();
   if (tokens == 0) return {};
-  FiniteCheck check{.keys = &keys,
-                    .values = &values,
-                    .ends = ends,
-                    .workers = workers_for(tokens * spec_.token_values(), kChecksPerWorker)};
-  core::parallel(check.workers, check_share, &check);
-  const std::int64_t bad = check.first;
-  if (bad == FiniteCheck::kNone) return {};
+  const auto sequence_of = [&](std::int64_t row) {
+    return static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), row) - ends.begin());
+  };
+  const auto place = [&](const TensorView& t, std::int64_t row) -> std::optional<std::int64_t> {
+    const std::size_t i = sequence_of(row);
+    const std::int64_t before = i == 0 ? 0 : ends[i - 1];
+    return core::first_element(t, static_cast<std::int64_t>(i), before) + (row - before) * t.stride[0];
+  };
+  const auto bad =
+      core::find_unstorable(keys, values, tokens, workers_for(tokens * spec_.token_values(), kChecksPerWorker), place);
+  if (!bad) return {};
 
-  const bool is_key = bad < tokens * spec_.config.kv_heads;
+  const auto [is_key, row, head] = *bad;
   const TensorView& t = is_key ? keys : values;
-  const std::int64_t row = bad / spec_.config.kv_heads % tokens, head = bad % spec_.config.kv_heads;
-  std::size_t i = 0;  // the sequence in this call
-  while (row >= ends[i]) ++i;
+  const std::size_t i = sequence_of(row);  // the sequence in this call
   const StepRows& r = rows[i];
   const std::int64_t in_sequence = row - (ends[i] - r.tokens);
-  const std::int64_t begin = core::first_element(t, static_cast<std::int64_t>(i), row - in_sequence);
-  const std::byte* x = core::row_of(t, begin, in_sequence, head);
+  const std::byte* x = core::row_of(t, *place(t, row), 0, head);
   int channel = 0;  // the last one, if the caller changed the row meanwhile
   while (channel < t.shape[2] - 1 && base::abs(element(t.dtype, x, channel)) <= 65536.0f) ++channel;
-  const std::string place =
+  const std::string row_words =
       t.batch_stride == 0 ? fmt::format("row {}", row) : fmt::format("row {} of batch {}", in_sequence, i);
   return {Code::non_finite,
           fmt::format("{}: sequence {}, token {} ({}), kv head {}, channel {} is {}; finite magnitudes up to 65504 "
                       "can be stored. Nothing was changed",
-                      is_key ? "keys" : "values", number(r.id), r.first_token + in_sequence, place, head, channel,
+                      is_key ? "keys" : "values", number(r.id), r.first_token + in_sequence, row_words, head, channel,
                       element(t.dtype, x, channel))};
 }
 

@@ -186,7 +186,7 @@ Status DeviceStore::take_memory() {
   }
   const bool calibrated =
       spec_.config.k_basis == BasisKind::calibrated || spec_.config.v_basis == BasisKind::calibrated;
-  const DevicePagesConfig store{.device = device_,
+  const DeviceCacheConfig store{.device = device_,
                                 .encoded = spec_.encoded,
                                 .exact = layout(Pool::exact),
                                 .layers = spec_.config.layers,
@@ -203,7 +203,7 @@ Status DeviceStore::take_memory() {
                                 .bases = calibrated ? spec_.config.bases.get() : nullptr,
                                 .k_levels = spec_.config.k_levels,
                                 .v_levels = spec_.config.v_levels};
-  auto made = backend_.make_pages(store);
+  auto made = backend_.make_cache(store);
   if (!made) return made.status();
   pages_ = std::move(*made);
   places_.resize(static_cast<std::size_t>(spec_.config.max_sequences));

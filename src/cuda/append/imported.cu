@@ -8,7 +8,7 @@
 namespace kvant::cuda {
 namespace {
 
-constexpr int kOctet = 8, kOctets = kPageTokens / kOctet;
+constexpr int kOctet = 8, kOctets = kPageTokens / kOctet, kThreads = 32;
 
 // Vectors of the block's tokens. In shared memory, because local memory is taken for all threads of the device.
 struct Octet {
@@ -62,7 +62,7 @@ __device__ void store_dense_row(const PageJob& job, bool to_exact, int token, in
 
 // A warp does an octet of tokens of a job (cuda/append/write.hpp), a thread a token: no two warps change one word of
 // codes.
-__global__ void __launch_bounds__(32) imported_kernel(const __grid_constant__ WriteParams params) {
+__global__ void __launch_bounds__(kThreads) imported_kernel(const __grid_constant__ WriteParams params) {
   __shared__ Octet octets;
   ptx::wait_prerequisites();
   ptx::launch_dependents();
@@ -115,10 +115,10 @@ cudaError_t prepare_imported(const WriteParams&, const DeviceLimits&) {
   return cudaFuncGetAttributes(&attributes, imported_kernel);
 }
 
-cudaError_t launch_imported(WriteParams& params, std::int32_t, const DeviceLimits& limits, cudaStream_t stream) {
+cudaError_t launch_imported(WriteParams& params, const DeviceLimits& limits, cudaStream_t stream) {
   const std::int64_t blocks = std::int64_t{params.items} * params.cache.kv_heads * 2 * kOctets;
   if (blocks > 0x7FFFFFFF) return cudaErrorInvalidValue;  // rows of half a terabyte
-  const Launch launch(static_cast<unsigned>(blocks), 32, stream, limits.overlaps());
+  const Launch launch(static_cast<unsigned>(blocks), kThreads, stream, limits.overlaps());
   return cudaLaunchKernelEx(&launch.config, imported_kernel, params);
 }
 

@@ -8,8 +8,7 @@
 namespace kvant::cuda {
 
 cudaError_t prepare_imported(const WriteParams& params, const DeviceLimits& limits);
-cudaError_t launch_imported(WriteParams& params, std::int32_t most_tokens, const DeviceLimits& limits,
-                            cudaStream_t stream);
+cudaError_t launch_imported(WriteParams& params, const DeviceLimits& limits, cudaStream_t stream);
 inline constexpr WriteKernel kImportedWriteKernel{0, &prepare_imported, &launch_imported};
 
 }  // namespace kvant::cuda

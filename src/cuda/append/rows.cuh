@@ -34,7 +34,6 @@ struct PageJob {
   std::byte* exact;
   int head;
   bool is_value;
-  bool is_first_page;      // in its sequence: its centre is its first key
   std::int64_t first_row;  // the tensor's row of token `begin`
   int begin, count;        // tokens of the page that get rows
 

@@ -1,9 +1,8 @@
-// The work for tokens with slots (cuda/append/slots.hpp): runs of tokens in a block, the source of each block's centre,
-// and blocks that are encoded from their copies.
+// Jobs of tokens with slots: runs of tokens in a block, the source of each block's centre, and blocks that are encoded
+// from their copies.
 #pragma once
 
-#include "cuda/append/slots.hpp"
-#include "cuda/append/write_step.cuh"
+#include "cuda/append/few_tokens.cuh"
 
 namespace kvant::cuda {
 
@@ -27,7 +26,8 @@ __device__ __forceinline__ bool follows(const SlotList& list, std::int32_t i, st
 
 // The run that begins with token i, or with kAlone the token of a run; by a whole warp.
 template <bool kAlone>
-__device__ __forceinline__ SlotRun find_run(const WriteParams& params, const SlotList& list, std::int32_t i) {
+__device__ __forceinline__ SlotRun find_run(const WriteParams& params, std::int32_t i) {
+  const SlotList& list = params.list;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const std::int64_t slot = list.slots[i];
   SlotRun run{slot / kPageTokens, static_cast<int>(slot % kPageTokens), 0, false};
@@ -68,19 +68,11 @@ __device__ __forceinline__ std::int32_t next_run_begin(const SlotList& list, std
   return end;
 }
 
-__device__ __forceinline__ PageJob slot_job(const WriteParams& params, const SlotRun& run, std::int32_t token, int head,
-                                            bool is_value) {
-  const CacheView& cache = params.cache;
-  return {.params = &params,
-          .side = is_value ? &params.v : &params.k,
-          .encoded = cache.encoded + static_cast<std::uint64_t>(run.block) * cache.encoded_slot_bytes +
-                     static_cast<std::uint64_t>(head) * cache.encoded_layout.block_bytes,
-          .exact = nullptr,
-          .head = head,
-          .is_value = is_value,
-          .first_row = token,
-          .begin = run.first,
-          .count = run.count};
+// `token`: the run's first row.
+__device__ __forceinline__ PageJob run_job(const WriteParams& params, const SlotRun& run, std::int32_t token, int head,
+                                           bool is_value) {
+  return page_job(params, {.encoded = static_cast<std::int32_t>(run.block)}, head, is_value, token, run.first,
+                  run.count);
 }
 
 // The bytes behind the parts of a block with a centre, whose size is rounded up; by a warp.
@@ -141,85 +133,55 @@ __device__ __forceinline__ std::int32_t sequence_of(const StepTables& t, std::in
   return before > 0 && row < t.query_start_loc[before] ? before - 1 : -1;
 }
 
-// Where the centre of a block comes from whose first position this write stores, at row i.
-struct BegunBlock {
-  bool is_first;        // in its sequence, or in none that is known: its first key is the centre
-  std::int64_t before;  // the block whose mean is the centre if a part of the write begins this one; -1: the first key
-  std::int32_t copy;    // the block before has it; below 0: none
-  int kept;             // tokens of the block before that earlier writes stored
-};
-__device__ __forceinline__ BegunBlock begun_block(const SlotList& list, std::int32_t i, std::int64_t block) {
-  BegunBlock begun{true, -1, -1, 0};
+// The centre of a block whose first position this write stores, at row i. `ends`: it stores the last one, too.
+__device__ __forceinline__ PageCentre centre_of_block(const WriteParams& params, std::int32_t i, std::int64_t block,
+                                                      bool ends) {
+  const SlotList& list = params.list;
+  PageCentre own{.is_left = params.begins, .rows = 1, .first_row = i};  // the first key
   const StepTables& t = list.tables;
   const std::int32_t sequence = sequence_of(t, i);
-  if (sequence < 0) return begun;
+  if (sequence < 0) return own;
   const SlotStep step = step_of(t, sequence);
   const std::int32_t position = step.begin + i - step.row, page = position / kPageTokens;
-  if (position <= 0 || position % kPageTokens != 0 || page >= t.columns || step.blocks[page] != block) return begun;
-  begun.is_first = false;
+  if (position <= 0 || position % kPageTokens != 0 || page >= t.columns || step.blocks[page] != block) return own;
+  if (ends) {
+    own.rows = kPageTokens;
+    return own;
+  }
   const std::int32_t before = step.blocks[page - 1];
   // No launch comes after all blocks but the last.
-  if (before < 0 || before >= list.places / kPageTokens || page != (step.length - 1) / kPageTokens) return begun;
-  begun.before = before;
-  begun.kept = base::clamp(step.begin - (page - 1) * kPageTokens, 0, kPageTokens);
-  if (list.copies.entries != nullptr) begun.copy = list.copies.find(before);
-  return begun;
+  if (before < 0 || before >= list.places / kPageTokens || page != (step.length - 1) / kPageTokens) return own;
+  const int kept = base::clamp(step.begin - (page - 1) * kPageTokens, 0, kPageTokens);
+  const std::int32_t copy = list.copies.entries == nullptr ? -1 : list.copies.find(before);
+  PageCentre centre = centre_of_begun({.exact = copy, .encoded = before}, kept, i);
+  centre.is_left = params.begins_later != params.begins;
+  return centre;
 }
-
-// How the keys of a run in a block are to be centred.
-struct SlotCentre {
-  bool is_left;       // to another launch
-  int rows;           // as CentreJob has it
-  std::int32_t row;   // the block's first position has it, where rows are to be added up
-  BegunBlock before;  // that the centre is the mean of; before.before < 0: none
-};
-// Row i has the first position of the run.
-__device__ __forceinline__ SlotCentre centre_of_run(const SlotList& list, std::int32_t i, const SlotRun& run) {
-  constexpr BegunBlock kNone{true, -1, -1, 0};
+// That of the keys of a run in a block. Row i has the first position of the run.
+__device__ __forceinline__ PageCentre centre_of_run(const WriteParams& params, std::int32_t i, const SlotRun& run) {
   const std::int64_t slot = run.block * kPageTokens + run.first;
   const std::int32_t first_row = i - run.first, last_row = first_row + kPageTokens - 1;
-  const bool begins = follows(list, i, slot, first_row), ends = follows(list, i, slot, last_row);
-  if (!begins) return {list.begun, 0, 0, kNone};
-  const BegunBlock begun = begun_block(list, first_row, run.block);
-  if (ends || begun.before < 0) return {list.begun, begun.is_first || !ends ? 1 : kPageTokens, first_row, kNone};
-  return {list.begun_later != list.begun, kPageTokens, first_row, begun};
-}
-// `job`: a part of the block.
-__device__ __forceinline__ CentreJob centre_job(PageJob job, const SlotCentre& centre) {
-  job.first_row = centre.row, job.begin = 0;
-  if (centre.before.copy >= 0) {
-    const CacheView& cache = job.params->cache;
-    job.exact = cache.exact + static_cast<std::uint64_t>(centre.before.copy) * cache.exact_slot_bytes +
-                static_cast<std::uint64_t>(job.head) * cache.exact_layout.block_bytes;
-    job.begin = centre.before.kept;
-    job.first_row -= kPageTokens - centre.before.kept;
-  }
-  return {job, centre.before.copy >= 0, centre.rows, job.encoded};
+  if (!follows(params.list, i, slot, first_row)) return {.is_left = params.begins};
+  return centre_of_block(params, first_row, run.block, follows(params.list, i, slot, last_row));
 }
 
-struct TokenWork {
-  PageWork work;
-  bool clears;  // what lies behind in the block
-};
 // One side of a token of one head, the centre of its block's keys, and what is cleared; by one warp. False: it is left
 // to another launch, or not encoded. (A function of its own: inlined, it takes registers from the encoding.)
 template <class Shape, bool kCentred>
-__device__ __noinline__ bool find_token(const WriteParams& params, const SlotList& list, std::int32_t token, int head,
-                                        bool is_value, TokenWork& found) {
-  const SlotRun run = find_run<true>(params, list, token);
-  if (run.count == 0 || is_copied(list, run.block)) return false;
-  const PageJob job = slot_job(params, run, token, head, is_value);
-  if (threadIdx.x == 0) found = {{job, 1, false, run.first, run.first + 1}, run.clears};
+__device__ __noinline__ bool find_token(const WriteParams& params, std::int32_t token, int head, bool is_value,
+                                        PageWork& found) {
+  const SlotRun run = find_run<true>(params, token);
+  if (run.count == 0 || is_copied(params.list, run.block)) return false;
+  const PageJob job = run_job(params, run, token, head, is_value);
+  if (threadIdx.x == 0) {
+    found = {
+        .page = job, .heads = 1, .from_exact = false, .clears = run.clears, .first = run.first, .last = run.first + 1};
+  }
   if (kCentred && !is_value) {
-    const SlotCentre of_run = centre_of_run(list, token, run);
-    if (of_run.is_left) return false;
-    const CentreJob centre = centre_job(job, of_run);
+    const PageCentre centre = centre_of_run(params, token, run);
+    if (centre.is_left) return false;
     if (centre.rows > 0 && run.first == 0) clear_padding(job);
-    const std::byte* before = nullptr;
-    if (of_run.before.before >= 0 && of_run.before.copy < 0)
-      before = slot_job(params, {of_run.before.before, 0, 0, false}, 0, head, false).encoded;
-    find_centres<Shape, 1>([&](int) { return centre; }, 1, run.first == 0, centre_floats<Shape>(),
-                           centre_codes<Shape>(), before);
+    find_page_centre<Shape>(job, centre, run.first == 0);
   }
   if (run.clears) clear_behind<Shape>(job, 1, run.first + 1);
   __syncwarp();
@@ -244,22 +206,21 @@ __device__ __forceinline__ CopiedBlock copied_block(const CopiesToEncode& encode
   return {encode.blocks[item / encode.layers], layer, encode.pools[layer]};
 }
 // All its tokens are the copy's.
-__device__ __forceinline__ PageJob copied_job(const WriteParams& params, const CopiesToEncode& encode,
-                                              const CopiedBlock& block, int head, bool is_value) {
+__device__ __forceinline__ PageJob copied_job(const WriteParams& params, const CopiedBlock& block, int head,
+                                              bool is_value) {
   const CacheView& cache = params.cache;
-  return {.params = &params,
-          .side = is_value ? &params.v : &params.k,
-          .encoded = block.pool.data + block.what.block * block.pool.block_stride +
-                     static_cast<std::uint64_t>(head) * cache.encoded_layout.block_bytes,
-          .exact = encode.exact + static_cast<std::uint64_t>(block.layer) * encode.exact_layer_bytes +
-                   static_cast<std::uint64_t>(block.what.copy) * cache.exact_slot_bytes +
-                   static_cast<std::uint64_t>(head) * cache.exact_layout.block_bytes,
-          .head = head,
-          .is_value = is_value,
-          .is_first_page = block.what.what.is_first_page(),
-          .first_row = 0,
-          .begin = kPageTokens,
-          .count = 0};
+  const CopiesToEncode& encode = params.list.encode;
+  PageJob job = page_job(params, {}, head, is_value, 0, kPageTokens, 0);
+  job.encoded = block.pool.data + block.what.block * block.pool.block_stride +
+                static_cast<std::uint64_t>(head) * cache.encoded_layout.block_bytes;
+  job.exact = encode.exact + static_cast<std::uint64_t>(block.layer) * encode.exact_layer_bytes +
+              static_cast<std::uint64_t>(block.what.copy) * cache.exact_slot_bytes +
+              static_cast<std::uint64_t>(head) * cache.exact_layout.block_bytes;
+  return job;
+}
+__device__ __forceinline__ PageCentre centre_of_copied(const CopiedBlock& block) {
+  const base::Unencoded what = block.what.what;
+  return {.rows = what.is_first_page() ? 1 : what.tokens(), .from_exact = true, .begin = kPageTokens};
 }
 
 }  // namespace kvant::cuda

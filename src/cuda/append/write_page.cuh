@@ -144,6 +144,7 @@ struct PageWork {
   PageJob page;
   int heads;
   bool from_exact;
+  bool clears;  // what lies behind the tokens
   int first, last;
 };
 // One of its heads. Sides and parameters are constants then, wherever the work lies.
@@ -170,10 +171,10 @@ __device__ __forceinline__ void fill_tables_of(Format format) {
 // The codes of a page's tokens, by a team; of one head into AnyFormat. `work` may lie in shared memory, since registers
 // that hold it would be missing.
 //   kCentred   keys may be around a centre: the page has its codes, or with AnyFormat the warp
-//   clears     with AnyFormat: values' codes behind the tokens become zeros, in the octet of the last one
+// With AnyFormat, work that clears makes zeros of values' codes behind the tokens, in the octet of the last one.
 template <class Shape, bool kCentred, class To>
 __device__ __forceinline__ void encode_heads(const To& to, const WriteParams& params, bool is_value,
-                                             const PageWork& work, bool clears = false) {
+                                             const PageWork& work) {
   constexpr int kElements = Shape::kElements, kThreads = Shape::kThreads, kOfWarp = 32 / kThreads,
                 kAtOnce = Shape::kTeamThreads / kThreads;
   extern __shared__ __align__(16) std::byte shared[];
@@ -325,7 +326,7 @@ __device__ __forceinline__ void encode_heads(const To& to, const WriteParams& pa
       team_barrier<Shape>();
       to.with([&]<Format kFormat>() {
         store.template operator()<kFormat, To::kOne ? Octets::parts : Octets::shared, Shape::kTeamThreads>(
-            rows, chunk, count, clears ? count + (-work.last & 7) : count);
+            rows, chunk, count, !To::kOne && work.clears ? count + (-work.last & 7) : count);
       });
       team_barrier<Shape>();
     }

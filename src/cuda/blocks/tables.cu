@@ -8,7 +8,7 @@
 namespace kvant::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128, kCopyThreads = 256;
 
 // A block a sequence.
 __global__ void __launch_bounds__(kThreads) set_tables_kernel(const __grid_constant__ SetTables step) {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) list_blocks_kernel(const __grid_cons
   list.pages[i] = ref;
 }
 
-__global__ void __launch_bounds__(256) copy_blocks_kernel(const __grid_constant__ CopyBlocks copy) {
+__global__ void __launch_bounds__(kCopyThreads) copy_blocks_kernel(const __grid_constant__ CopyBlocks copy) {
   for (std::int64_t i = blockIdx.y; i < copy.count; i += gridDim.y) {
     const std::int32_t from = copy.from[i], to = copy.to[i];
     if (from < 0 || from >= copy.blocks || to < 0 || to >= copy.blocks) continue;
@@ -126,7 +126,7 @@ cudaError_t list_blocks(const ListBlocks& list, cudaStream_t stream) {
 }
 cudaError_t copy_blocks(const CopyBlocks& copy, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(std::min<std::int64_t>(copy.count, 65535));
-  copy_blocks_kernel<<<dim3(8, rows), 256, 0, stream>>>(copy);
+  copy_blocks_kernel<<<dim3(8, rows), kCopyThreads, 0, stream>>>(copy);
   return cudaGetLastError();
 }
 

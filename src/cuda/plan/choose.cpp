@@ -164,7 +164,10 @@ Status choose_latent(const PlannedWork& work, const Offers& offers, Choice& choi
 }
 
 Status choose_decode(const PlannedWork& work, const Offers& offers, const Several& several, Choice& choice) {
-  if (!offers.has_decode) return {Code::unsupported, refuse_head_dim(offers.instances, work.stored_head_dim())};
+  if (!offers.has_decode) {
+    const codec::HeadDims dims{work.params.head_dim, work.params.v_head_dim};
+    return {Code::unsupported, refuse_head_dim(offers.instances, dims)};
+  }
   if (choice.is_generic) return {};
   const std::int64_t most_rows = work.most_rows();
   int best = -1, least_bytes = 0;  // the least that a kernel needs that does not fit
@@ -197,7 +200,7 @@ Status choose_decode(const PlannedWork& work, const Offers& offers, const Severa
     choice.why = !work.kernel.empty()
                      ? std::string("as asked for")
                      : fmt::format("for {} rows, about {:.0f} us", most_rows, static_cast<double>(several.ns) / 1000);
-  } else if (!work.kernel.empty() && work.kernel != core::kDecodeKernels) {
+  } else if (!work.kernel.empty() && work.kernel != core::kDecodeKernels && !choice.rounds) {
     return refuse_kernel(work, several.missing);
   } else if (choice.why.empty() && most_rows >= times::kLeastPrefillRows) {
     choice.why = several.missing;
@@ -223,10 +226,18 @@ std::string missing_of_byte_keys(const PlannedWork& work, const DeviceLimits& li
   if (work.products != 8) return {};
   if (!codec::is_tq(work.k) || !codec::is_tq(work.v) || codec::format_bits(work.k) > 6)
     return fmt::format("the cache stores {}: keys must be tq2 to tq6, and values tq formats", pair_at(work));
-  if (!prefill::has_byte_keys(work.stored_head_dim()))
-    return fmt::format("16 bits are as fast at head_dim {}, so that there are no kernels of 8", work.head_dim());
+  if (!prefill::has_byte_keys(work.width()))
+    return fmt::format("16 bits are as fast at head_dim {}, so that there are no kernels of 8", work.head_dim_words());
   if (!limits.has_sm90()) return "these kernels need compute capability 9.0";
   return {};
+}
+
+constexpr const char* kUnusualBases = "bases other than the formats' own are for decode kernels only";
+bool has_usual_bases(const PlannedWork& work) {
+  const auto is_usual = [](const DeviceBasis& basis, Format format) {
+    return basis.kind == (codec::is_tq(format) ? BasisKind::hadamard : BasisKind::none);
+  };
+  return is_usual(work.params.k_basis, work.k) && is_usual(work.params.v_basis, work.v);
 }
 
 // Takes prefill kernels if the options name them or they take less time; else why says why decode kernels serve.
@@ -234,16 +245,12 @@ Status choose_tiles(const PlannedWork& work, const Offers& offers, std::int64_t 
   const AttendParams& p = work.params;
   const int multiprocessors = offers.limits.multiprocessors, stored = work.stored_head_dim();
   const std::int64_t most_rows = work.most_rows();
-  const auto usual = [](const DeviceBasis& basis, Format format) {
-    return basis.kind == (codec::is_tq(format) ? BasisKind::hadamard : BasisKind::none);
-  };
 
   constexpr std::size_t kKinds = std::size(kTileKinds);
   prefill::Candidate candidates[kKinds + 1];  // the last one: unpacked keys
   OtherTiles others[kKinds];
   prefill::Candidate& unpacked = candidates[kKinds] = {core::kPrefillUnpacked, {}, decode_ns};
-  const bool has_usual_bases = usual(p.k_basis, work.k) && usual(p.v_basis, work.v);
-  const std::string unusual = has_usual_bases ? "" : "bases other than the formats' own are for decode kernels only";
+  const bool is_usual = has_usual_bases(work);
   double page_bytes = 0;
   for (const times::Rows& one : row_blocks_of(work, most_rows))
     page_bytes += static_cast<double>(one.count * one.pages) * work.page_bytes();
@@ -252,7 +259,7 @@ Status choose_tiles(const PlannedWork& work, const Offers& offers, std::int64_t 
   for (std::size_t i = 0; i < kKinds; ++i) {
     const TileKind& kind = *kTileKinds[i];
     const std::optional<TileOffer>& offer = offers.tiles[i].kernel;
-    candidates[i] = {kind.name, has_usual_bases ? kind.missing(work, offers, offers.tiles[i]) : unusual, decode_ns};
+    candidates[i] = {kind.name, is_usual ? kind.missing(work, offers, offers.tiles[i]) : kUnusualBases, decode_ns};
     const int rows = offer ? offer->rows : prefill::kUsualRows, blocks = offer ? std::max(offer->blocks, 1) : 1;
     others[i] = {kind.times(offers.limits, stored, work.k, rows, blocks), rows, blocks};
     if (most_rows >= times::kLeastPrefillRows) {  // else decode kernels have one row block a sequence and kv head
@@ -306,6 +313,43 @@ Status choose_tiles(const PlannedWork& work, const Offers& offers, std::int64_t 
   choice.schedule.heads_at_once = static_cast<int>(heads_in_cache(bytes, work.pairs(), offers.limits));
   choice.schedule.row_blocks = static_cast<int>(row_blocks);
   choice.schedule.tiles = static_cast<int>(work.pairs() * row_blocks);
+  return {};
+}
+
+// Unpacked keys where keys and values have different head_dims: decode kernels take what is in no round.
+Status choose_rounds_before_decode(const PlannedWork& work, const Offers& offers, std::int64_t decode_ns,
+                                   Choice& choice) {
+  // These would read stored keys in the place of fresh ones, if the keys are stored by then.
+  const std::string not_served =
+      work.fresh_keys || work.kernel == core::kPrefillFresh
+          ? fmt::format("at head_dim {} decode kernels serve some sequences, or all, and read stored keys alone",
+                        work.head_dim_words())
+          : fmt::format("such kernels are not compiled for {}", pair_at(work));
+  if (work.kernel == core::kPrefillFresh) return refuse_kernel(work, not_served);
+  prefill::Candidate candidates[] = {{core::kPrefillUnpacked, {}, decode_ns},
+                                     {work.kernel.c_str(), not_served, decode_ns}};
+  prefill::Candidate& unpacked = candidates[0];
+  unpacked.missing = work.fresh_keys || !prefill::has_one_type(work.k, work.v) ? not_served
+                     : !has_usual_bases(work)                                  ? kUnusualBases
+                                              : missing_of_dense(core::kPrefillUnpacked, work, offers);
+  RoundsChoice rounds;
+  if (unpacked.missing.empty()) {
+    const times::BlockTimes block = times::decode_times(work.stored_head_dim(), work.k, work.most_rows());
+    const OtherTiles rest{{block.page, block.rows, block.page, block.rows}, 16, 1};
+    rounds =
+        choose_rounds(work, *offers.dense, rest, work.kernel == core::kPrefillUnpacked, offers.limits.multiprocessors);
+    unpacked.missing = rounds.missing;
+    unpacked.ns = tuned_ns(work, offers, core::kPrefillUnpacked, rounds.ns);
+  }
+  const bool has_others = !work.kernel.empty() && work.kernel != core::kPrefillKernels && work.kernel != unpacked.name;
+  const std::span<const prefill::Candidate> named(candidates, has_others ? 2 : 1);
+  const Result<prefill::Choice> taken =
+      prefill::choose(work.kernel, named, decode_ns, work.most_rows(), work.fresh_keys);
+  if (!taken.ok()) return taken.status();
+  choice.why = taken->why;
+  if (taken->candidate != 0) return {};
+  choice.rounds = rounds.rule;
+  choice.ns = unpacked.ns;
   return {};
 }
 
@@ -402,6 +446,10 @@ Result<Choice> choose(const PlannedWork& work, const Offers& offers) {
                       "unset, and all tokens are read from the cache",
                       choice.why)};
     }
+  } else if (work.width() != work.stored_head_dim()) {
+    if (considers_prefill(work)) {
+      if (Status s = choose_rounds_before_decode(work, offers, decode_ns, choice); !s.ok()) return s;
+    }
   } else if (considers_prefill(work) || !work.kernel.empty()) {
     if (Status s = choose_tiles(work, offers, decode_ns, choice); !s.ok()) return s;
   }
@@ -409,7 +457,9 @@ Result<Choice> choose(const PlannedWork& work, const Offers& offers) {
     if (Status s = choose_fresh(work, offers, choice); !s.ok()) return s;
     return choice;
   }
+  const std::string of_rounds = choice.rounds ? choice.why : "";
   if (Status s = choose_decode(work, offers, several, choice); !s.ok()) return s;
+  if (choice.rounds) choice.why = of_rounds;
   return choice;
 }
 

@@ -5,6 +5,7 @@
 //   prefill_sm90, prefill_sm80              one launch over pages
 //   prefill_unpacked, then one of these     pages are unpacked first, in rounds; the other takes what is in no round
 //   prefill_fresh, then one of these two    sequences without older tokens first, found at each run
+//   prefill_unpacked, then decode           of keys and values of different head_dims
 //
 // A kind serves if the option names it, or if its estimated time (times.hpp) is the least.
 #pragma once
@@ -23,7 +24,7 @@ struct Choice {
   std::string why;      // these kernels; empty: there are few rows
   std::int64_t ns = 0;  // estimated
   int tiles = -1;       // which of kTileKinds; -1: decode kernels or the generic kernel serve
-  // For prefill kernels:
+  // For prefill kernels, and rounds before decode kernels:
   prefill::Schedule schedule{};                        // how tiles are scheduled
   std::optional<prefill::unpacked::RoundRule> rounds;  // prefill_unpacked comes before
   bool byte_keys = false;                              // for which keys are bytes
@@ -35,7 +36,7 @@ struct Choice {
 
   [[nodiscard]] const char* kernel(const Offers& offers) const {
     if (is_generic) return core::kGenericKernels;
-    if (tiles >= 0) return core::kPrefillKernels;
+    if (tiles >= 0 || rounds) return core::kPrefillKernels;
     return offers.decode[static_cast<std::size_t>(decode)].kind();
   }
 };

@@ -121,9 +121,10 @@ Status offer_dense(std::span<const prefill::dense::DenseKernel> kernels, Compile
   return {};
 }
 Status find_dense(const PlannedWork& work, Compiled& found) {
-  found.dense = kernels_of(work.width(), []<int D>() { return prefill::dense::kernels<D>(); });
+  found.dense = kernels_of<units::prefill_dense>(work.width(), []<int W>() { return prefill::dense::kernels<W>(); });
   if (Status s = offer_dense(found.dense, found, found.offers.dense); !s.ok() || work.products != 8) return s;
-  found.byte_keys = kernels_of(work.width(), []<int D>() { return prefill::dense::byte_keys_kernel<D>(); });
+  found.byte_keys =
+      kernels_of<units::prefill_dense>(work.width(), []<int W>() { return prefill::dense::byte_keys_kernel<W>(); });
   if (found.byte_keys == nullptr) return {};
   return offer_dense({found.byte_keys, 1}, found, found.offers.byte_keys);
 }

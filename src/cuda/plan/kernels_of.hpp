@@ -2,20 +2,23 @@
 #pragma once
 
 #include <cstddef>
+#include <iterator>
+#include <utility>
 
 #include "cuda/instances.hpp"
 
 namespace kvant::cuda {
 
-// A kind's kernels of a head_dim, which kernels.operator()<D>() gives; none where they are not compiled, as for widths
-// of two head_dims.
-template <class Kernels>
-auto kernels_of(int head_dim, const Kernels& kernels) -> decltype(kernels.template operator()<1>()) {
-#define KVANT_ENTRY(d) \
-  if (head_dim == d) return kernels.template operator()<d>();
-  KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
-#undef KVANT_ENTRY
-  return {};
+// A unit's kernels of a width, which kernels.operator()<kWidth>() gives; none where they are not compiled. kWidths: the
+// unit's list, one of those in namespace units.
+template <const auto& kWidths, class Kernels>
+auto kernels_of(int width, const Kernels& kernels) {
+  decltype(kernels.template operator()<kWidths[0]>()) found{};
+  [&]<std::size_t... I>(std::index_sequence<I...>) {
+    (void)((width == kWidths[I] && (found = kernels.template operator()<kWidths[I]>(), true)) || ...);
+  }
+  (std::make_index_sequence<std::size(kWidths)>());
+  return found;
 }
 
 // Parts of a workspace, and of other memory, begin at multiples of 256 bytes.

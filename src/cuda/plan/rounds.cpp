@@ -55,7 +55,7 @@ std::string size_rounds(const AttendParams& p, std::span<const core::DeviceSeque
   }
   if (total == 0)
     return fmt::format("{} serves sequences with {} rows of queries", core::kPrefillUnpacked, rule.least_rows);
-  const std::int64_t row_bytes = 4 * p.head_dim, most = kMostBytes / row_bytes;
+  const std::int64_t row_bytes = 2 * (p.head_dim + p.v_head_dim), most = kMostBytes / row_bytes;
   if (longest > most) {
     return fmt::format("{} needs {} MiB of workspace for the keys and values of a kv head, and takes {}",
                        core::kPrefillUnpacked, longest * row_bytes >> 20, kMostBytes >> 20);

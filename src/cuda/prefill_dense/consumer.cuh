@@ -87,8 +87,8 @@ struct Consumer {
         ptx::operand(shared_at(S::kValuesAt + values.stage() * S::kTile), S::kSwizzle, S::kKeys * S::kSwizzle);
 #pragma unroll
     for (int i = 0; i < S::kKeys / 16; ++i)
-      ptx::Wgmma<D, kBf16>::template registers<true>(o, w[i], v + ptx::operand_step(i * 16 * S::kSwizzle),
-                                                     i > 0 || !first);
+      ptx::Wgmma<S::kColumns, kBf16>::template registers<true>(o, w[i], v + ptx::operand_step(i * 16 * S::kSwizzle),
+                                                               i > 0 || !first);
   }
 
   // --- scores to weights ---
@@ -235,14 +235,14 @@ struct Consumer {
         x[i] = f16 ? ptx::f16x2(a, b) : ptx::bf16x2(a, b);
       }
       gather_piece(x);
-      if (at >= 0 && 8 * (j + t) < p.head_dim - column) {
+      if (at >= 0 && 8 * (j + t) < p.v_head_dim - column) {
         *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(p.out.data) + at + 8 * (j + t)) =
             make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
   }
   __device__ __forceinline__ void finish(const bool (&poisoned)[2]) const {
-    const std::int64_t strides = p.out.token_stride | p.out.head_stride | p.head_dim;
+    const std::int64_t strides = p.out.token_stride | p.out.head_stride | p.v_head_dim;
     const bool by_16_bytes =
         p.out.dtype != Dtype::f32 && strides % 8 == 0 && (reinterpret_cast<std::uintptr_t>(p.out.data) & 15) == 0;
 #pragma unroll
@@ -257,7 +257,7 @@ struct Consumer {
       if (by_16_bytes) {
         store_halves(is_there ? at : -1, h, end);
       } else if (is_there) {
-        store_row(p, at + 2 * t, p.head_dim - column - 2 * t, h, end, o);
+        store_row(p, at + 2 * t, p.v_head_dim - column - 2 * t, h, end, o);
       }
     }
   }

@@ -10,7 +10,8 @@
 
 namespace kvant::cuda::prefill::dense {
 
-// The tensors of a run as the copy engine reads them: [kv_heads][tokens][head_dim], boxes of kKeys tokens of one head.
+// The tensors of a run as the copy engine reads them: [kv_heads][tokens][their head_dim], boxes of kKeys tokens of one
+// head.
 struct Maps {
   CUtensorMap keys, values;
   // Both are for keys that are bytes (prefill/byte_keys.hpp).
@@ -19,7 +20,7 @@ struct Maps {
 };
 
 struct DenseKernel {
-  int head_dim;
+  int head_dim;          // a key's
   Dtype dtype;           // keys, values and queries; that of f16 takes bf16 queries, too
   const void* function;  // takes an AttendParams, a Schedule and Maps
   int shared_bytes, threads;
@@ -29,18 +30,18 @@ struct DenseKernel {
   int key_rows = 0;  // keys are bytes (prefill/byte_keys.hpp), so many rows of a tile, and queries have any dtype
 };
 
-// Both dtypes of a head_dim, in a unit of its own (dense.cu.in).
-template <int D>
+// Both dtypes of a width, in a unit of its own (dense.cu.in).
+template <int kWidth>
 std::span<const DenseKernel> kernels();
-// The kernel of keys that are bytes; null: there is none of this head_dim.
-template <int D>
+// The kernel of keys that are bytes; null: there is none of this width.
+template <int kWidth>
 const DenseKernel* byte_keys_kernel();
-#define KVANT_DECLARE(head_dim)                     \
-  template <>                                       \
-  std::span<const DenseKernel> kernels<head_dim>(); \
-  template <>                                       \
-  const DenseKernel* byte_keys_kernel<head_dim>();
-KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+#define KVANT_DECLARE(width)                     \
+  template <>                                    \
+  std::span<const DenseKernel> kernels<width>(); \
+  template <>                                    \
+  const DenseKernel* byte_keys_kernel<width>();
+KVANT_CUDA_EACH_OF_PREFILL_DENSE(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
 }  // namespace kvant::cuda::prefill::dense

@@ -13,6 +13,7 @@
 
 #include "cuda/prefill/byte_keys.hpp"
 #include "cuda/prefill/kernels.hpp"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda::prefill::dense {
 
@@ -35,12 +36,12 @@ struct Work {
 };
 
 // kAreBytes: keys are bytes (prefill/byte_keys.hpp).
-template <int kHeadDim, int kGroups, int kKeysAtOnce, bool kLate, bool kAreBytes = false>
+template <int kWidth, int kGroups, int kKeysAtOnce, bool kLate, bool kAreBytes = false>
 struct ShapeOf {
   static constexpr bool kByteKeys = kAreBytes;
-  static constexpr int D = kHeadDim, kColumns = D;  // kColumns: of the sums of a warpgroup
-  static constexpr int kConsumers = kGroups;        // warpgroups
-  static constexpr int kBlocks = 1;                 // that share a tile
+  static constexpr int D = key_dim(kWidth), kColumns = value_dim(kWidth);  // kColumns: of the sums of a warpgroup
+  static constexpr int kConsumers = kGroups;                               // warpgroups
+  static constexpr int kBlocks = 1;                                        // that share a tile
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kKeys = kKeysAtOnce, kBoxTokens = kKeys;
   static constexpr int kKeyRows = kByteKeys ? kByteKeyRows : kKeys;  // a tile's
@@ -53,8 +54,11 @@ struct ShapeOf {
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kSwizzle = box_row_bytes(D);
-  static constexpr int kBoxes = 2 * D / kSwizzle;  // in a tile of keys or values
-  static constexpr int kTile = kKeys * D * 2;      // values alone
+  static_assert(kSwizzle == box_row_bytes(kColumns));
+  // A key that is unpacked looks at no more scales of its value than keys have (prefill_unpacked/unpack.cuh).
+  static_assert(codec::tq_scale_groups(Format::tq8, kColumns) <= codec::tq_scale_groups(Format::tq8, D));
+  static constexpr int kBoxes = 2 * kColumns / kSwizzle;  // in a tile of values
+  static constexpr int kTile = kKeys * kColumns * 2;      // values alone
   // Keys, and queries as well:
   static constexpr int kElementBytes = kByteKeys ? 1 : 2;
   static constexpr int kKeySwizzle = kByteKeys ? kByteBoxRow : kSwizzle;
@@ -107,13 +111,15 @@ struct SplitColumnsShape {
   static_assert(kBytes <= 227 * 1024);
 };
 
-// These were fastest (docs/lab/cuda-prefill.md).
-constexpr int keys_at_once(int head_dim) {
+// These were fastest (docs/lab/cuda-prefill.md); of keys and values of different head_dims as many as fit.
+constexpr int keys_at_once(int width) {
+  const int head_dim = key_dim(width);
+  if (width != head_dim) return head_dim <= 192 && value_dim(width) <= 128 ? 128 : 80;
   return head_dim <= 64 ? 128 : head_dim <= 96 ? 112 : head_dim <= 128 ? 176 : head_dim <= 192 ? 112 : 80;
 }
-template <int D>
+template <int kWidth, int D = key_dim(kWidth)>
 using ShapeFor = std::conditional_t<(D > 256), SplitColumnsShape<D>,
-                                    ShapeOf<D, D <= 96 ? 3 : 2, keys_at_once(D), D <= 64 || (D > 96)>>;
+                                    ShapeOf<kWidth, D <= 96 ? 3 : 2, keys_at_once(kWidth), D <= 64 || (D > 96)>>;
 template <int D>
 using ByteKeysShapeFor = ShapeOf<D, 2, kPageTokens, true, true>;
 

@@ -1,4 +1,4 @@
-// Included by the units of these kernels, one unit for each head_dim (dense.cu.in).
+// Included by the units of these kernels, one unit for each width (dense.cu.in).
 #pragma once
 
 #include "cuda/prefill_dense/kernel.cuh"
@@ -9,7 +9,7 @@ namespace kvant::cuda::prefill::dense {
 template <bool kBf16, class S>
 DenseKernel kernel_entry() {
   const void* function = nullptr;
-  if constexpr (S::kColumns == S::D) {
+  if constexpr (S::kBlocks == 1) {
     function = reinterpret_cast<const void*>(&dense_kernel<kBf16, S>);
   } else {
     function = reinterpret_cast<const void*>(&split_columns_kernel<kBf16, S>);
@@ -21,16 +21,17 @@ DenseKernel kernel_entry() {
   return entry;
 }
 
-template <int D>
+template <int kWidth>
 std::span<const DenseKernel> kernels_of_unit() {
-  static const DenseKernel kKernels[] = {kernel_entry<true, ShapeFor<D>>(), kernel_entry<false, ShapeFor<D>>()};
+  static const DenseKernel kKernels[] = {kernel_entry<true, ShapeFor<kWidth>>(),
+                                         kernel_entry<false, ShapeFor<kWidth>>()};
   return kKernels;
 }
 
-template <int D>
+template <int kWidth>
 const DenseKernel* byte_keys_kernel_of_unit() {
-  if constexpr (has_byte_keys(D)) {
-    static const DenseKernel kKernel = kernel_entry<false, ByteKeysShapeFor<D>>();
+  if constexpr (has_byte_keys(kWidth)) {
+    static const DenseKernel kKernel = kernel_entry<false, ByteKeysShapeFor<kWidth>>();
     return &kKernel;
   }
   return nullptr;

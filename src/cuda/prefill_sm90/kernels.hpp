@@ -15,7 +15,7 @@ std::span<const Kernel> kernels();
 #define KVANT_DECLARE(head_dim) \
   template <>                   \
   std::span<const Kernel> kernels<head_dim>();
-KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+KVANT_CUDA_EACH_OF_PREFILL(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
 }  // namespace kvant::cuda::prefill

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, D <= 64    ? 5
         ByteUnpacker<D>{unpacker}.take_queries(p, to.queries, i, rows);
     }
   }
-  const int items = 2 * to.round->pages;
+  const int items = items_of_page(to) * to.round->pages;
   __syncthreads();
 #pragma unroll 1
   for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
@@ -44,8 +44,9 @@ __global__ void __launch_bounds__(kThreads, D <= 64    ? 5
         continue;
       }
     }
-    std::byte* const rows = (side.is_value ? to.values : to.keys) + side.page * kPageTokens * 2 * p.head_dim;
-    unpacker.take(side, {rows, p.head_dim, to.is_f16});
+    const int head_dim = side.is_value ? p.v_head_dim : p.head_dim;
+    std::byte* const rows = (side.is_value ? to.values : to.keys) + side.page * kPageTokens * 2 * head_dim;
+    unpacker.take(side, {rows, head_dim, to.is_f16});
   }
 }
 

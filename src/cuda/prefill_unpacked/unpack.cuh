@@ -36,11 +36,16 @@ struct SideOfPage {
     return is_value ? page_layout->v : page_layout->k;
   }
 };
+// A launch has one side's pages, or keys and values take turns.
+__device__ __forceinline__ int items_of_page(const UnpackTo& all) {
+  return all.keys != nullptr && all.values != nullptr ? 2 : 1;
+}
 template <int D>
 __device__ __forceinline__ SideOfPage side_of_page(const AttendParams& p, const UnpackTo& all, int item) {
   SideOfPage side{};
-  side.is_value = (item & 1) != 0;
-  const int page_of_round = item >> 1;
+  const bool has_both = items_of_page(all) == 2;
+  side.is_value = has_both ? (item & 1) != 0 : all.keys == nullptr;
+  const int page_of_round = has_both ? item >> 1 : item;
   const Part* const part = part_of(*all.round, all.parts, &Part::page, page_of_round);
   const BatchEntry e = part->batch;
   const int length = part->length, before = length - e.q_len;

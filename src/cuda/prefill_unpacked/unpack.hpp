@@ -17,7 +17,7 @@ cudaError_t make_rounds(const AttendParams& params, const RoundRule& rule, const
 struct UnpackTo {
   const Round* round;
   const Part* parts;
-  std::byte *keys, *values;  // [rows][head_dim]
+  std::byte *keys, *values;  // [rows][their head_dim]; null: another launch's
   // The rest is for keys that are bytes (prefill/byte_keys.hpp).
   float* factors;
   ByteQueries queries;  // those of the run become bytes; no rows: they are
@@ -39,7 +39,7 @@ UnpackKernel kernel(bool byte_keys);
 #define KVANT_DECLARE(head_dim) \
   template <>                   \
   UnpackKernel kernel<head_dim>(bool byte_keys);
-KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+KVANT_CUDA_EACH_OF_UNPACK(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
 }  // namespace kvant::cuda::prefill::unpacked

@@ -17,7 +17,7 @@ inline const Instances& instances() {
   static const std::vector<codec::HeadDims> kWidths = {KVANT_CUDA_EACH_UNEQUAL_WIDTH(KVANT_ENTRY)};
 #undef KVANT_ENTRY
 #define KVANT_ENTRY(width) dims_of(width),
-  static const std::vector<codec::HeadDims> kLatents = {KVANT_CUDA_EACH_LATENT(KVANT_ENTRY)};
+  static const std::vector<codec::HeadDims> kLatents = {KVANT_CUDA_EACH_OF_LATENT(KVANT_ENTRY)};
 #undef KVANT_ENTRY
 #define KVANT_ENTRY(k, v) FormatPair{Format::k, Format::v},
   static const std::vector<FormatPair> kPairs = {KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)};

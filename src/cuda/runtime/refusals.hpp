@@ -28,13 +28,21 @@ inline std::string pair_name(const FormatPair& pair) {
   return fmt::format("{}/{}", format_info(pair.k).name, format_info(pair.v).name);
 }
 
-inline std::string refuse_head_dim(const Instances& have, int head_dim) {
+// dims: the tensors'.
+inline std::string refuse_head_dim(const Instances& have, codec::HeadDims dims) {
   std::string list;
+  if (dims.k != dims.v) {
+    for (const codec::HeadDims& one : have.widths) list += fmt::format(", or of {}/{}", one.k, one.v);
+    return fmt::format(
+        "head_dim = {} with v_head_dim = {} on a device: kernels are compiled for keys and values of one size{}; use "
+        "device = \"cpu\"",
+        dims.k, dims.v, list);
+  }
   for (const int d : have.head_dims) list += fmt::format("{}{}", list.empty() ? "" : ", ", d);
   return fmt::format(
       "head_dim = {0} on a device: kernels are compiled for {1}, and smaller sizes are stored padded; use device = "
       "\"cpu\", which stores up to 576",
-      head_dim, list);
+      dims.k, list);
 }
 
 inline std::string refuse_pair(const Instances& have, const FormatPair& pair) {

@@ -34,7 +34,7 @@ struct FreshRows {
   int key_token_bytes = 0, value_token_bytes = 0;
 };
 
-inline constexpr int kEntriesInParams = 32;
+inline constexpr int kEntriesInParams = 32, kLeft = -1;
 // Entries that a block reads together. It reads a batch of no more of them before the previous launch has ended.
 inline constexpr int kWindow = 32;
 inline constexpr int kMostCluster = 8;  // blocks that merge a row
@@ -48,7 +48,8 @@ struct AttendParams {
   int layer, batch;
   const BatchEntry* entries;                   // [batch]
   BatchEntry first_entries[kEntriesInParams];  // its first ones, a load less away
-  int known_entries;  // entries that first_entries has; 0: a launch in the stream makes the entries
+  // Entries that first_entries has; 0: a launch in the stream makes the entries; kLeft: one of this run has made them.
+  int known_entries;
   int q_heads, group, head_dim, v_head_dim;  // the tensors'; stored vectors may be padded
   bool latent;  // values are latents: the first v_head_dim elements of a query are multiplied with these, the rest with
                 // keys

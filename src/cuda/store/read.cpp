@@ -13,21 +13,6 @@ std::uint64_t count_of(std::int64_t n) {
   return static_cast<std::uint64_t>(n);
 }
 
-ReadBackSide side_of(const MutableTensorView& t, const BasisArrays& basis, std::uint64_t first, int head_dim,
-                     int stored) {
-  const std::uint64_t d = count_of(stored);
-  const bool calibrated = basis.kind == BasisKind::calibrated;
-  return {.rows = t.data,
-          .token_stride = t.stride[0],
-          .head_stride = t.stride[1],
-          .batch_stride = t.batch_stride,
-          .dtype = t.dtype,
-          .basis = basis.kind,
-          .head_dim = head_dim,
-          .center = calibrated ? basis.center + first * d : nullptr,
-          .inverse = calibrated ? basis.inverse + first * d * d : nullptr};
-}
-
 }  // namespace
 
 Status Store::decode(std::span<const core::DeviceRange> ranges, int layer, const MutableTensorView& keys,
@@ -39,12 +24,7 @@ Status Store::decode(std::span<const core::DeviceRange> ranges, int layer, const
             fmt::format("{} rows in one decode: {} is the most; decode fewer tokens at once", rows, 1 << 30)};
   }
   const Current current(config_.device);
-  const std::uint64_t first = count_of(layer) * count_of(config_.kv_heads);
-  ReadBackParams p{};
-  p.cache = view_;
-  p.side[0] = side_of(keys, k_basis_, first, config_.head_dims.k, config_.encoded.k.head_dim);
-  p.side[1] = side_of(values, v_basis_, first, config_.head_dims.v, config_.encoded.v.head_dim);
-  p.layer = layer;
+  ReadBackParams p = read_back_params(layer, keys, values);
 
   std::int32_t row = 0;
   const auto launch = [&]() -> Status {
@@ -126,19 +106,6 @@ Status Store::receive_slots(core::Pool pool, std::span<const std::int32_t> slots
   const Current current(config_.device);
   const auto to = [&](std::size_t n) { return block(pool, slots[n], 0, 0).data(); };
   return transfer_.direct(cudaMemcpyHostToDevice, slot_bytes(pool), to, from, done, native(stream));
-}
-
-Result<bool> Store::take_non_finite(Stream stream) {
-  const Current current(config_.device);
-  std::uint32_t flag = 0;
-  const auto fetch = [&]() -> Status {
-    KVANT_CUDA_TRY(cudaMemcpyAsync(&flag, non_finite_, sizeof(flag), cudaMemcpyDeviceToHost, native(stream)));
-    KVANT_CUDA_TRY(cudaMemsetAsync(non_finite_, 0, sizeof(flag), native(stream)));
-    KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
-    return {};
-  };
-  if (Status s = fetch(); !s) return s;
-  return flag != 0;
 }
 
 }  // namespace kvant::cuda

@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "core/fmt.hpp"
-#include "cuda/append/imported.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
 #include "cuda/store/tables.hpp"
@@ -14,25 +13,14 @@ namespace kvant::cuda {
 
 namespace {
 
-KernelsOfSides<WriteKernel> find_write_kernels(const core::DevicePagesConfig& c) {
-  static const WriteKernel kKernels[] = {
-#define KVANT_ENTRY(head_dim) write_kernel_of<head_dim>(),
-      KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
-#undef KVANT_ENTRY
-  };
-  const KernelsOfSides<WriteKernel> kernels(c.encoded, kKernels);
-  const bool any_lut = codec::is_lut(c.encoded.k.format) || codec::is_lut(c.encoded.v.format);
-  return any_lut && kernels.is_compiled() ? KernelsOfSides<WriteKernel>(kImportedWriteKernel) : kernels;
-}
-
 template <class T>
 std::uint64_t count_of(T n) {
   return static_cast<std::uint64_t>(n);
 }
 
-Status check_config(const core::DevicePagesConfig& c) {
-  if (!find_write_kernels(c).is_compiled()) {
-    return {Code::unsupported, refuse_head_dim(instances(), c.head_dims.k)};
+Status check_config(const core::DeviceCacheConfig& c) {
+  if (!WriteKernels(c.encoded).is_compiled()) {
+    return {Code::unsupported, refuse_head_dim(instances(), c.head_dims)};
   }
   const Format k = c.encoded.k.format, v = c.encoded.v.format;
   const auto goes = [](Format format) { return codec::is_lut(format) || codec::is_dense(format); };
@@ -60,51 +48,22 @@ Status check_config(const core::DevicePagesConfig& c) {
   return {};
 }
 
-WriteParams write_params(const core::DevicePagesConfig& c, const CacheView& view) {
-  WriteParams p{};
-  p.cache = view;
-  p.rounding = c.ends.any() ? c.exact_dtype : Dtype::f32;
-  p.k.basis = c.k_basis;
-  p.v.basis = c.v_basis;
-  return p;
-}
-
 }  // namespace
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
-Store::Store(const core::DevicePagesConfig& config) : config_(config), kernels_(find_write_kernels(config)) {}
-
-Store::~Store() {
-  const Current current(config_.device);
-  for (void* memory : memory_) (void)cudaFree(memory);
-}
-
-Status Store::take(void** memory, std::uint64_t bytes, int fill, const char* what) {
-  *memory = nullptr;
-  if (bytes == 0) return {};
-  if (const cudaError_t error = cudaMalloc(memory, bytes); error != cudaSuccess) {
-    const Status status = failed("cudaMalloc", error);
-    return {status.code(),
-            fmt::format("{} bytes for {} (and {} taken before): {}", bytes, what, reserved_bytes_, status.message())};
-  }
-  memory_.push_back(*memory);
-  reserved_bytes_ += static_cast<std::int64_t>(bytes);
-  // On the default stream; allocate waits for the device before any other stream can see it.
-  KVANT_CUDA_TRY(cudaMemset(*memory, fill, bytes));
-  return {};
-}
+Store::Store(const core::DeviceCacheConfig& config) : WrittenPages(config.device, config.encoded), config_(config) {}
 
 Status Store::upload(BasisArrays& side, const std::vector<CalibratedBasis>& list) {
   const auto part = [&](const float*& array, std::vector<float> CalibratedBasis::*member) -> Status {
     const std::size_t each = (list.front().*member).size();
-    void* memory = nullptr;
-    if (Status s = take(&memory, list.size() * each * sizeof(float), 0, "calibrated bases"); !s) return s;
+    float* memory = nullptr;
+    if (Status s = memory_.take(memory, list.size() * each, "calibrated bases"); !s) return s;
     for (std::size_t i = 0; i < list.size(); ++i) {
-      KVANT_CUDA_TRY(cudaMemcpy(static_cast<float*>(memory) + i * each, (list[i].*member).data(), each * sizeof(float),
-                                cudaMemcpyHostToDevice));
+      KVANT_CUDA_TRY(
+          cudaMemcpy(memory + i * each, (list[i].*member).data(), each * sizeof(float), cudaMemcpyHostToDevice));
     }
-    array = static_cast<const float*>(memory);
+    array = memory;
     return {};
   };
   if (Status s = part(side.center, &CalibratedBasis::center); !s) return s;
@@ -113,20 +72,21 @@ Status Store::upload(BasisArrays& side, const std::vector<CalibratedBasis>& list
 }
 
 Status Store::upload(const float*& levels, std::span<const float> list) {
-  void* memory = nullptr;
   if (list.empty()) return {};
-  if (Status s = take(&memory, list.size_bytes(), 0, "levels"); !s) return s;
+  float* memory = nullptr;
+  if (Status s = memory_.take(memory, list.size(), "levels"); !s) return s;
   KVANT_CUDA_TRY(cudaMemcpy(memory, list.data(), list.size_bytes(), cudaMemcpyHostToDevice));
-  levels = static_cast<const float*>(memory);
+  levels = memory;
   return {};
 }
 
 Status Store::allocate() {
-  const core::DevicePagesConfig& c = config_;
+  const core::DeviceCacheConfig& c = config_;
   const Current current(c.device);
   if (current.error() != cudaSuccess) {
     return failed(fmt::format("cudaSetDevice({})", c.device).c_str(), current.error());
   }
+  if (Status s = open(); !s) return s;
   const std::uint64_t blocks = count_of(c.layers) * count_of(c.kv_heads);
   view_ = {.encoded = nullptr,
            .exact = nullptr,
@@ -144,19 +104,15 @@ Status Store::allocate() {
            .steps_keep_exact = 0,
            .levels = {nullptr, nullptr}};
   // Zeroed: kernels may load tokens that nothing was written to, and these must decode to finite numbers.
-  void* memory = nullptr;
-  if (Status s = take(&memory, count_of(c.encoded_slots) * view_.encoded_slot_bytes, 0, "encoded pages"); !s) return s;
-  view_.encoded = static_cast<std::byte*>(memory);
-  if (Status s = take(&memory, count_of(c.exact_slots) * view_.exact_slot_bytes, 0, "exact pages"); !s) return s;
-  view_.exact = static_cast<std::byte*>(memory);
+  if (Status s = memory_.take(view_.encoded, count_of(c.encoded_slots) * view_.encoded_slot_bytes, "encoded pages"); !s)
+    return s;
+  if (Status s = memory_.take(view_.exact, count_of(c.exact_slots) * view_.exact_slot_bytes, "exact pages"); !s)
+    return s;
   static_assert(core::PageRef{}.exact == -1 && core::PageRef{}.encoded == -1, "all bits set");
-  const std::uint64_t table = count_of(c.max_sequences) * count_of(c.max_pages) * sizeof(core::PageRef);
-  if (Status s = take(&memory, table, 0xFF, "page tables"); !s) return s;
-  view_.pages = pages_ = static_cast<core::PageRef*>(memory);
-  if (Status s = take(&memory, count_of(c.max_sequences) * sizeof(SequenceState), 0, "lengths"); !s) return s;
-  view_.sequences = sequences_ = static_cast<SequenceState*>(memory);
-  if (Status s = take(&memory, sizeof(std::uint32_t), 0, "a flag"); !s) return s;
-  non_finite_ = static_cast<std::uint32_t*>(memory);
+  if (Status s = memory_.take(pages_, count_of(c.max_sequences) * count_of(c.max_pages), "page tables", 0xFF); !s)
+    return s;
+  if (Status s = memory_.take(sequences_, count_of(c.max_sequences), "lengths"); !s) return s;
+  view_.pages = pages_, view_.sequences = sequences_;
 
   if (Status s = upload(view_.levels[0], c.k_levels); !s) return s;
   if (Status s = upload(view_.levels[1], c.v_levels); !s) return s;
@@ -172,37 +128,43 @@ Status Store::allocate() {
   }
   config_.bases = nullptr;
   config_.k_levels = config_.v_levels = {};
-  const Result<DeviceLimits> limits = find_limits(c.device);
-  if (!limits.ok()) return limits.status();
-  limits_ = *limits;
-  Result<core::Tuning> tuning = find_tuning(c.device, limits_);
-  if (!tuning.ok()) return tuning.status();
-  tuning_ = std::move(*tuning);
-  WriteParams params = write_params(c, view_);
-  KVANT_CUDA_TRY(kernels_.each(params, c.head_dims, [&](const WriteKernel& kernel, const WriteParams& p) {
-    return kernel.prepare(p, limits_);
-  }));
-  KVANT_CUDA_TRY(cudaDeviceSynchronize());
-  return {};
+  return prepare(c.head_dims, c.ends.any() ? c.exact_dtype : Dtype::f32);
 }
 
-Result<std::unique_ptr<core::DevicePages>> make_pages(const core::DevicePagesConfig& config) {
+Result<std::unique_ptr<core::DeviceCache>> make_cache(const core::DeviceCacheConfig& config) {
   if (Status s = check_config(config); !s) return s;
   auto store = std::make_unique<Store>(config);
   if (Status s = store->allocate(); !s) return s;
-  return std::unique_ptr<core::DevicePages>(std::move(store));
+  return std::unique_ptr<core::DeviceCache>(std::move(store));
 }
 
 // --- tables ----------------------------------------------------------------------------------------------------------
 
 void Store::set_page(std::int32_t index, std::int32_t page, core::PageRef ref) {
-  page_changes_.push_back({index, page, ref});
+  const std::int64_t at = std::int64_t{index} * config_.max_pages + page;
+  page_changes_.push_back({static_cast<std::uint32_t>(at), ref.exact, ref.encoded});
 }
 void Store::set_length(std::int32_t index, std::int64_t length, std::int64_t step_begin) {
-  length_changes_.push_back({index, {static_cast<std::int32_t>(length), static_cast<std::int32_t>(step_begin)}});
+  length_changes_.push_back(
+      {static_cast<std::uint32_t>(index), static_cast<std::int32_t>(length), static_cast<std::int32_t>(step_begin)});
 }
 void Store::copy_slot(core::SlotCopy copy) {
   copies_.push_back(copy);
+}
+
+// The newest change of an entry counts. In one launch its thread would race with those of older ones.
+Status Store::send(std::vector<EntryChange>& changes, void* entries, Stream stream) {
+  std::stable_sort(changes.begin(), changes.end(),
+                   [](const EntryChange& a, const EntryChange& b) { return a.at < b.at; });
+  EntryBatch batch{.entries = entries, .count = 0, .change = {}};
+  for (std::size_t i = 0; i < changes.size(); ++i) {
+    const bool is_last = i + 1 == changes.size();
+    if (is_last || changes[i + 1].at != changes[i].at) batch.change[batch.count++] = changes[i];
+    if (batch.count < kEntriesAtOnce && !is_last) continue;
+    KVANT_CUDA_TRY(set_entries(batch, native(stream)));
+    batch.count = 0;
+  }
+  return {};
 }
 
 Status Store::flush(Stream stream) {
@@ -217,13 +179,6 @@ Status Store::flush(Stream stream) {
         "the stream is being captured, and page tables must change for this call: their changes cannot be part of a "
         "graph that is replayed; call Cache::reserve_ahead for the steps to come right before the capture"};
   }
-  // The newest change of a page or a length counts. In one launch its threads would race with those of older ones.
-  const auto place = [](const PageChange& c) { return std::pair(c.index, c.page); };
-  std::stable_sort(page_changes_.begin(), page_changes_.end(),
-                   [&](const PageChange& a, const PageChange& b) { return place(a) < place(b); });
-  std::stable_sort(length_changes_.begin(), length_changes_.end(),
-                   [](const LengthChange& a, const LengthChange& b) { return a.index < b.index; });
-
   CopyBatch copy{.encoded = view_.encoded,
                  .exact = view_.exact,
                  .encoded_slot_bytes = view_.encoded_slot_bytes,
@@ -238,24 +193,8 @@ Status Store::flush(Stream stream) {
     }
     KVANT_CUDA_TRY(copy_slots(copy, native(stream)));
   }
-  PageBatch pages{.pages = pages_, .max_pages = config_.max_pages, .count = 0, .change = {}};
-  for (std::size_t i = 0; i < page_changes_.size(); ++i) {
-    const PageChange& c = page_changes_[i];
-    const bool newest = i + 1 == page_changes_.size() || place(page_changes_[i + 1]) != place(c);
-    if (newest) pages.change[pages.count++] = {c.index, c.page, c.ref};
-    if (pages.count == 0 || (pages.count < kPagesAtOnce && i + 1 < page_changes_.size())) continue;
-    KVANT_CUDA_TRY(set_pages(pages, native(stream)));
-    pages.count = 0;
-  }
-  LengthBatch lengths{.sequences = sequences_, .count = 0, .change = {}};
-  for (std::size_t i = 0; i < length_changes_.size(); ++i) {
-    const LengthChange& c = length_changes_[i];
-    const bool newest = i + 1 == length_changes_.size() || length_changes_[i + 1].index != c.index;
-    if (newest) lengths.change[lengths.count++] = {c.index, c.state};
-    if (lengths.count == 0 || (lengths.count < kLengthsAtOnce && i + 1 < length_changes_.size())) continue;
-    KVANT_CUDA_TRY(set_lengths(lengths, native(stream)));
-    lengths.count = 0;
-  }
+  if (Status s = send(page_changes_, pages_, stream); !s) return s;
+  if (Status s = send(length_changes_, sequences_, stream); !s) return s;
   copies_.clear();
   page_changes_.clear();
   length_changes_.clear();
@@ -284,13 +223,10 @@ Status Store::write(std::span<const core::DeviceAppend> appends, int layer, cons
             fmt::format("{} rows in one write: {} is the most; write fewer sequences at once", rows, 1 << 30)};
   }
   const Current current(config_.device);
-  WriteParams p = write_params(config_, view_);
+  WriteParams p = write_params();
   const std::size_t first_basis = count_of(layer) * count_of(config_.kv_heads);
   const auto set = [&](WriteSide& side, const TensorView& t, const BasisArrays& basis, int head_dim) {
-    side.rows = t.data;
-    side.token_stride = t.stride[0];
-    side.head_stride = t.stride[1];
-    side.dtype = t.dtype;
+    side.set(t);
     if (basis.kind != BasisKind::calibrated) return;
     const auto d = count_of(head_dim);
     side.center = basis.center + first_basis * d;
@@ -298,7 +234,6 @@ Status Store::write(std::span<const core::DeviceAppend> appends, int layer, cons
   };
   set(p.k, keys, k_basis_, config_.encoded.k.head_dim);
   set(p.v, values, v_basis_, config_.encoded.v.head_dim);
-  p.non_finite = non_finite_;
   p.layer = layer;
 
   // A launch takes as many sequences as its parameters and its grid hold, and at least one whole sequence.
@@ -309,28 +244,25 @@ Status Store::write(std::span<const core::DeviceAppend> appends, int layer, cons
             fmt::format("{} tokens of one sequence in one write, with {} kv heads: {} is the most; append in parts",
                         a.tokens, config_.kv_heads, most_items * kPageTokens)};
   }
-  std::int32_t row = 0, most_tokens = 0;
+  std::int32_t row = 0;
   std::int64_t items = 0;
   for (std::size_t i = 0; i < appends.size(); ++i) {
     const auto each = static_cast<std::int32_t>(write_items(appends[i].tokens, config_.ends.tail_pages));
-    if (p.entries == 0) p.items_each = each, p.tokens = 0;
+    if (p.entries == 0) p.items_each = each, p.tokens = p.most_tokens = 0;
     if (each != p.items_each) p.items_each = 0;
     p.entry[p.entries++] = {appends[i].index, row, static_cast<std::int32_t>(items)};
     items += each;
     p.tokens += appends[i].tokens;
     row += appends[i].tokens;
-    most_tokens = std::max(most_tokens, appends[i].tokens);
+    p.most_tokens = std::max(p.most_tokens, appends[i].tokens);
     const bool full =
         p.entries == WriteParams::kMostEntries ||
         (i + 1 < appends.size() && items + write_items(appends[i + 1].tokens, config_.ends.tail_pages) > most_items);
     if (!full && i + 1 < appends.size()) continue;
     p.items = static_cast<std::int32_t>(items);
-    KVANT_CUDA_TRY(kernels_.each(p, config_.head_dims, [&](const WriteKernel& kernel, WriteParams& of_sides) {
-      return kernel.launch(of_sides, most_tokens, limits_, native(stream));
-    }));
+    if (Status s = WrittenPages::write(p, stream); !s) return s;
     p.entries = 0;
     items = 0;
-    most_tokens = 0;
   }
   return {};
 }

@@ -1,4 +1,4 @@
-// A cache's pages in device memory (core::DevicePages). All memory is taken when it is made and given back when it
+// A cache's pages in device memory (core::DeviceCache). All memory is taken when it is made and given back when it
 // goes.
 //
 // What the host records travels in kernels' parameters: no staging buffer, nothing to wait for, and a launch that is
@@ -13,31 +13,21 @@
 #include <vector>
 
 #include "core/device.hpp"
-#include "cuda/append/write.hpp"
 #include "cuda/store/planned_pages.hpp"
+#include "cuda/store/tables.hpp"
 #include "cuda/store/transfer.hpp"
-#include "cuda/view.hpp"
 
 namespace kvant::cuda {
 
-class Store final : public core::DevicePages, public PlannedPages {
+class Store final : public core::DeviceCache, public WrittenPages {
  public:
-  explicit Store(const core::DevicePagesConfig& config);
-  Store(const Store&) = delete;
-  Store& operator=(const Store&) = delete;
-  ~Store() override;
+  explicit Store(const core::DeviceCacheConfig& config);
   Status allocate();  // once, before anything else
 
-  [[nodiscard]] int device() const noexcept override { return config_.device; }
-  [[nodiscard]] const DeviceLimits& limits() const noexcept override { return limits_; }
-  [[nodiscard]] const core::Tuning& tuning() const noexcept override { return tuning_; }
-  [[nodiscard]] const CacheView& view() const noexcept override { return view_; }
-  [[nodiscard]] const BasisArrays& k_basis() const noexcept override { return k_basis_; }
-  [[nodiscard]] const BasisArrays& v_basis() const noexcept override { return v_basis_; }
-  [[nodiscard]] const core::DevicePagesConfig& config() const noexcept { return config_; }  // bases: null
-
   [[nodiscard]] std::string remark() const override { return device_remark(limits_, tuning_); }
-  [[nodiscard]] std::int64_t reserved_bytes() const noexcept override { return reserved_bytes_; }
+  [[nodiscard]] std::int64_t reserved_bytes() const noexcept override {
+    return static_cast<std::int64_t>(memory_.bytes());
+  }
   void set_page(std::int32_t index, std::int32_t page, core::PageRef ref) override;
   void set_length(std::int32_t index, std::int64_t length, std::int64_t step_begin) override;
   void copy_slot(core::SlotCopy copy) override;
@@ -58,42 +48,25 @@ class Store final : public core::DevicePages, public PlannedPages {
                     const core::SlotsDone& done, Stream stream) override;
   Status receive_slots(core::Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> from,
                        const core::SlotsDone& done, Stream stream) override;
-  Result<bool> take_non_finite(Stream stream) override;
+  Result<bool> take_non_finite(Stream stream) override { return take_flag(device_, non_finite_, stream); }
 
  private:
-  struct PageChange {
-    std::int32_t index, page;
-    core::PageRef ref;
-  };
-  struct LengthChange {
-    std::int32_t index;
-    SequenceState state;
-  };
   [[nodiscard]] std::uint64_t slot_bytes(core::Pool pool) const {
     return pool == core::Pool::exact ? view_.exact_slot_bytes : view_.encoded_slot_bytes;
   }
   [[nodiscard]] std::span<std::byte> block(core::Pool pool, std::int32_t slot, int layer, int head) const;
-  Status take(void** memory, std::uint64_t bytes, int fill, const char* what);
+  static Status send(std::vector<EntryChange>& changes, void* entries, Stream stream);
   Status upload(BasisArrays& side, const std::vector<CalibratedBasis>& list);
   Status upload(const float*& levels, std::span<const float> list);
 
-  core::DevicePagesConfig config_;
-  CacheView view_{};
-  BasisArrays k_basis_, v_basis_;
-  KernelsOfSides<WriteKernel> kernels_;
-  DeviceLimits limits_{};
-  core::Tuning tuning_;
+  core::DeviceCacheConfig config_;
   core::PageRef* pages_ = nullptr;
   SequenceState* sequences_ = nullptr;
-  std::uint32_t* non_finite_ = nullptr;
-  std::vector<void*> memory_;
-  std::int64_t reserved_bytes_ = 0;
-  std::vector<PageChange> page_changes_;
-  std::vector<LengthChange> length_changes_;
+  std::vector<EntryChange> page_changes_, length_changes_;
   std::vector<core::SlotCopy> copies_;
   Transfer transfer_;
 };
 
-Result<std::unique_ptr<core::DevicePages>> make_pages(const core::DevicePagesConfig& config);
+Result<std::unique_ptr<core::DeviceCache>> make_cache(const core::DeviceCacheConfig& config);
 
 }  // namespace kvant::cuda

@@ -6,20 +6,17 @@
 namespace kvant::cuda {
 namespace {
 
-__global__ void set_pages_kernel(const __grid_constant__ PageBatch batch) {
+constexpr int kCopyThreads = 256;
+
+__global__ void __launch_bounds__(kEntriesAtOnce) set_entries_kernel(const __grid_constant__ EntryBatch batch) {
   const auto i = static_cast<int>(threadIdx.x);
   if (i >= batch.count) return;
-  const auto& change = batch.change[i];
-  batch.pages[static_cast<std::int64_t>(change.index) * batch.max_pages + change.page] = change.ref;
-}
-
-__global__ void set_lengths_kernel(const __grid_constant__ LengthBatch batch) {
-  const auto i = static_cast<int>(threadIdx.x);
-  if (i < batch.count) batch.sequences[batch.change[i].index] = batch.change[i].state;
+  const EntryChange& change = batch.change[i];
+  static_cast<int2*>(batch.entries)[change.at] = make_int2(change.first, change.second);
 }
 
 // Between the last step's kernels and this one's, which can begin meanwhile and wait before they read lengths.
-__global__ void advance_kernel(const __grid_constant__ AdvanceBatch batch) {
+__global__ void __launch_bounds__(kAdvancesAtOnce) advance_kernel(const __grid_constant__ AdvanceBatch batch) {
   ptx::wait_prerequisites();
   ptx::launch_dependents();
   const auto i = static_cast<int>(threadIdx.x);
@@ -30,7 +27,7 @@ __global__ void advance_kernel(const __grid_constant__ AdvanceBatch batch) {
 }
 
 // One slot a row of the grid. Slots are whole multiples of 64 bytes.
-__global__ void copy_slots_kernel(const __grid_constant__ CopyBatch batch) {
+__global__ void __launch_bounds__(kCopyThreads) copy_slots_kernel(const __grid_constant__ CopyBatch batch) {
   const auto& copy = batch.copy[blockIdx.y];
   std::byte* pool = copy.exact ? batch.exact : batch.encoded;
   const std::uint64_t bytes = copy.exact ? batch.exact_slot_bytes : batch.encoded_slot_bytes;
@@ -44,12 +41,8 @@ __global__ void copy_slots_kernel(const __grid_constant__ CopyBatch batch) {
 
 }  // namespace
 
-cudaError_t set_pages(const PageBatch& batch, cudaStream_t stream) {
-  set_pages_kernel<<<1, kPagesAtOnce, 0, stream>>>(batch);
-  return cudaGetLastError();
-}
-cudaError_t set_lengths(const LengthBatch& batch, cudaStream_t stream) {
-  set_lengths_kernel<<<1, kLengthsAtOnce, 0, stream>>>(batch);
+cudaError_t set_entries(const EntryBatch& batch, cudaStream_t stream) {
+  set_entries_kernel<<<1, kEntriesAtOnce, 0, stream>>>(batch);
   return cudaGetLastError();
 }
 cudaError_t advance_lengths(const AdvanceBatch& batch, bool overlaps, cudaStream_t stream) {
@@ -57,7 +50,7 @@ cudaError_t advance_lengths(const AdvanceBatch& batch, bool overlaps, cudaStream
   return cudaLaunchKernelEx(&launch.config, advance_kernel, batch);
 }
 cudaError_t copy_slots(const CopyBatch& batch, cudaStream_t stream) {
-  copy_slots_kernel<<<dim3(32, static_cast<unsigned>(batch.count)), 256, 0, stream>>>(batch);
+  copy_slots_kernel<<<dim3(32, static_cast<unsigned>(batch.count)), kCopyThreads, 0, stream>>>(batch);
   return cudaGetLastError();
 }
 

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "core/device.hpp"
@@ -11,27 +12,22 @@
 namespace kvant::cuda {
 
 // How many changes, or sequences, travel in one of the launches below.
-inline constexpr int kPagesAtOnce = 240;
-inline constexpr int kLengthsAtOnce = 300;
+inline constexpr int kEntriesAtOnce = 320;
 inline constexpr int kCopiesAtOnce = 300;
 inline constexpr int kAdvancesAtOnce = 480;
 
-struct PageBatch {
-  core::PageRef* pages;
-  std::int32_t max_pages, count;
-  struct {
-    std::int32_t index, page;
-    core::PageRef ref;
-  } change[kPagesAtOnce];
+// Entries of page tables or lengths: a core::PageRef or a SequenceState, two numbers each.
+struct EntryChange {
+  std::uint32_t at;
+  std::int32_t first, second;
 };
-struct LengthBatch {
-  SequenceState* sequences;
+struct EntryBatch {
+  void* entries;
   std::int32_t count;
-  struct {
-    std::int32_t index;
-    SequenceState state;
-  } change[kLengthsAtOnce];
+  EntryChange change[kEntriesAtOnce];
 };
+static_assert(sizeof(core::PageRef) == 8 && offsetof(core::PageRef, encoded) == 4 && sizeof(SequenceState) == 8 &&
+              offsetof(SequenceState, step_begin) == 4);
 struct AdvanceBatch {
   SequenceState* sequences;
   std::int32_t count;
@@ -47,11 +43,10 @@ struct CopyBatch {
     bool exact;
   } copy[kCopiesAtOnce];
 };
-static_assert(sizeof(PageBatch) <= 4096 && sizeof(LengthBatch) <= 4096 && sizeof(AdvanceBatch) <= 4096 &&
-              sizeof(CopyBatch) <= 4096);
+static_assert(sizeof(EntryBatch) <= 4096 && sizeof(AdvanceBatch) <= 4096 && sizeof(CopyBatch) <= 4096);
 
-cudaError_t set_pages(const PageBatch& batch, cudaStream_t stream);
-cudaError_t set_lengths(const LengthBatch& batch, cudaStream_t stream);
+// The changes are of different entries.
+cudaError_t set_entries(const EntryBatch& batch, cudaStream_t stream);
 // `overlaps`: may begin before what is before it in the stream has ended.
 cudaError_t advance_lengths(const AdvanceBatch& batch, bool overlaps, cudaStream_t stream);
 cudaError_t copy_slots(const CopyBatch& batch, cudaStream_t stream);

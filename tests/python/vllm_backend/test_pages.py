@@ -76,13 +76,19 @@ def test_refused_specs(backend, torch):
         backend.KvantBackend.customize_spec(spec(torch, "ChunkedLocalAttentionSpec", attention_chunk_size=256))
 
 
-def test_values_of_another_size(backend, torch):
+def test_values_of_another_size(backend, torch, monkeypatch):
     backend.dtypes.note_layer("kvant_tq6_tq4")
     sizes = [backend.KvantBackend.customize_spec(spec(torch, head_size_v=v)).state_content_bytes for v in (128, 64)]
     assert sizes[0] - sizes[1] == 64 // 2  # a scale a token and four bits a channel
     with pytest.raises(NotImplementedError, match="keys of 192 and values of 100000 numbers: sizes of 1 to "):
         backend.KvantBackend.is_supported_on_current_device(192, 100000, False)
     assert backend.KvantBackend.is_supported_on_current_device(192, 128, True)
+    assert backend.KvantBackend.is_supported_on_current_device(192, 64, True)
+    monkeypatch.setattr(backend.versions, "is_cuda", lambda: True)
+    monkeypatch.setattr("kvant._tools.build_info", lambda: {"device": {"widths": [[192, 128]]}})
+    assert backend.KvantBackend.is_supported_on_current_device(192, 128, True)
+    with pytest.raises(NotImplementedError, match="kvant: devices have kernels .* or of 192/128, and not of 192/64"):
+        backend.KvantBackend.is_supported_on_current_device(192, 64, True)
     backend.KvantBackend.set_head_size_v(128)
     assert [backend.dtypes.take_head_size_v(192) for _ in range(2)] == [128, 0]  # of one layer
     backend.KvantBackend.set_head_size_v(128)

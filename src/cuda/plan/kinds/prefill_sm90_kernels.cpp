@@ -6,7 +6,7 @@
 namespace kvant::cuda {
 
 std::span<const prefill::Kernel> prefill_sm90_kernels(int head_dim) {
-  return kernels_of(head_dim, []<int D>() { return prefill::kernels<D>(); });
+  return kernels_of<units::prefill>(head_dim, []<int D>() { return prefill::kernels<D>(); });
 }
 
 }  // namespace kvant::cuda

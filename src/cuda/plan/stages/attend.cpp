@@ -4,6 +4,7 @@
 #include "core/fmt.hpp"
 #include "cuda/plan/kernels_of.hpp"
 #include "cuda/plan/stages/stage.hpp"
+#include "cuda/schedule/left.hpp"
 #include "cuda/schedule/schedule.hpp"
 
 namespace kvant::cuda {
@@ -24,12 +25,14 @@ class DecodeStage final : public Stage {
     const PlannedWork& work = planning.work;
     const Choice& choice = planning.choice;
     is_generic_ = choice.is_generic;
-    name_ = choice.kernel(planning.compiled.offers);
-    why_ = choice.why;
+    is_behind_rounds_ = choice.rounds.has_value();
+    why_ = is_behind_rounds_ ? "the sequences that are left" : choice.why;
     head_dim_ = work.head_dim_words();
     kernel_ =
         is_generic_ ? *planning.compiled.generic : *planning.compiled.decode[static_cast<std::size_t>(choice.decode)];
     kernel_.k = work.k, kernel_.v = work.v;
+    name_ = is_generic_ ? core::kGenericKernels
+                        : planning.compiled.offers.decode[static_cast<std::size_t>(choice.decode)].kind();
     AttendParams& p = planning.params;
     p.rows = 4 * kernel_.column_tiles;
     p.row_bits = std::countr_zero(static_cast<unsigned>(p.rows));
@@ -49,12 +52,19 @@ class DecodeStage final : public Stage {
   [[nodiscard]] std::string explain() const override;
   Status run(StageRun& run) const override {
     AttendParams& p = run.params;
+    const bool is_rest = run.left.served != nullptr;  // rounds have served some sequences
+    if (is_rest) {
+      auto* left = reinterpret_cast<BatchEntry*>(run.workspace + left_at_);
+      KVANT_CUDA_TRY(leave_entries(p, run.left.served, left, run.limits.overlaps(), run.native_stream()));
+      p.entries = left, p.known_entries = kLeft, p.items = nullptr;
+    }
     if (p.items == nullptr) p.segments = reinterpret_cast<std::int32_t*>(run.workspace);
     p.partial_ml = reinterpret_cast<float*>(run.workspace + ml_at_);
     p.partial_o = reinterpret_cast<float*>(run.workspace + o_at_);
     void* arguments[] = {&p};
     Launch attend(static_cast<unsigned>(p.blocks), 32 * kernel_.warps(), run.native_stream(),
-                  run.limits.overlaps() && !kernel_.by_group);  // kGroupBlocks says why
+                  // kGroupBlocks says why; and what is left is read before all else.
+                  run.limits.overlaps() && !kernel_.by_group && !is_rest);
     attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
     KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, kernel_.function, arguments));
 
@@ -76,7 +86,7 @@ class DecodeStage final : public Stage {
   const bool overlaps_;
   AttendKernel kernel_{};
   MergeKernel merge_{};
-  bool is_generic_ = false;
+  bool is_generic_ = false, is_behind_rounds_ = false;
   const char* name_ = "";
   std::string why_, head_dim_;  // this kernel; the tensors', in words
   std::int64_t segments_ = 0;   // rows of work: sequences, kv heads and row blocks
@@ -87,7 +97,7 @@ class DecodeStage final : public Stage {
   int units_ = 0;    // the work list's, at planning
   int longest_ = 0;  // a row of work's at most
   WorkList list_{};
-  std::size_t ml_at_ = 0, o_at_ = 0, bytes_ = 0;  // in the workspace
+  std::size_t ml_at_ = 0, o_at_ = 0, left_at_ = 0, bytes_ = 0;  // in the workspace
 };
 
 // The cost of the units of work, and how many units there are now.
@@ -170,7 +180,8 @@ Status DecodeStage::lay_out(const Planning& planning) {
   const auto count = static_cast<std::size_t>(partials) * static_cast<std::size_t>(p.rows);
   ml_at_ = aligned(static_cast<std::size_t>(segments_) * 4 * sizeof(std::int32_t));
   o_at_ = ml_at_ + aligned(count * 2 * sizeof(float));
-  bytes_ = o_at_ + aligned(count * static_cast<std::size_t>(p.cache.encoded_layout.v.head_dim) * sizeof(float));
+  left_at_ = o_at_ + aligned(count * static_cast<std::size_t>(p.cache.encoded_layout.v.head_dim) * sizeof(float));
+  bytes_ = left_at_ + (is_behind_rounds_ ? aligned(static_cast<std::size_t>(p.batch) * sizeof(BatchEntry)) : 0);
   return {};
 }
 

@@ -48,9 +48,9 @@ inline Status launch_dense(const prefill::dense::DenseKernel& kernel, prefill::d
                            const prefill::ByteQueries& queries = {}) {
   prefill::dense::Maps maps{.keys = {}, .values = {}, .factors = factors, .queries = queries};
   // Keys that are bytes are as long as they are stored.
-  const int head_dim = run.params.head_dim, key_dim = kernel.key_rows > 0 ? kernel.head_dim : head_dim;
+  const int key_dim = kernel.key_rows > 0 ? kernel.head_dim : run.params.head_dim;
   if (!encode_map(encode, key_box_of(kernel), keys, heads, key_dim, maps.keys) ||
-      !encode_map(encode, box_of(kernel), values, heads, head_dim, maps.values))
+      !encode_map(encode, box_of(kernel), values, heads, run.params.v_head_dim, maps.values))
     return {Code::internal, "cuTensorMapEncodeTiled refused keys or values; set kernel to \"prefill_sm90\""};
   void* arguments[] = {&run.params, const_cast<prefill::Schedule*>(&schedule), &maps};
   const int blocks = std::min(tiles, run.limits.multiprocessors / kernel.blocks) * kernel.blocks;

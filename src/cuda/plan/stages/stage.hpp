@@ -2,6 +2,7 @@
 //
 //   classify, attend and merge                      decode kernels, generic
 //   classify, fresh, unpacked, tiles                prefill kernels: each serves what those before have left
+//   unpacked, attend and merge                      the same of keys and values of different head_dims
 //
 // A plan has those of its Choice, in this order.
 #pragma once

@@ -16,26 +16,34 @@ using prefill::unpacked::UnpackKernel;
 // prefill_unpacked: rounds, each of which unpacks pages into the workspace and attends to them.
 class Unpacked final : public Stage {
  public:
-  // blocks: that unpack.
-  Unpacked(const Planning& planning, const UnpackKernel& unpack, unsigned blocks)
+  // Blocks that unpack: both sides, or one alone where head_dims differ.
+  struct Unpack {
+    UnpackKernel kernel;
+    unsigned blocks;
+    bool keys, values;
+  };
+  Unpacked(const Planning& planning, std::vector<Unpack> unpack)
       : kernels_(kernels_of_plan(planning)),
-        unpack_(unpack),
+        unpack_(std::move(unpack)),
         encode_(planning.compiled.encode),
         rule_(*planning.choice.rounds),
-        blocks_(blocks),
         is_named_(planning.is_named(core::kPrefillUnpacked)),
         why_(planning.choice.why),
         k_(planning.work.k),
         v_(planning.work.v),
-        head_dim_(planning.params.head_dim),
+        head_dim_(planning.work.head_dim_words()),
         multiprocessors_(planning.limits.multiprocessors) {
     const auto rounds = static_cast<std::size_t>(rule_.rounds), batch = static_cast<std::size_t>(planning.params.batch);
-    side_bytes_ = aligned(static_cast<std::size_t>(rule_.rows) * static_cast<std::size_t>(2 * head_dim_));
+    const AttendParams& p = planning.params;
+    const auto bytes_of = [&](int head_dim) {
+      return aligned(static_cast<std::size_t>(rule_.rows) * static_cast<std::size_t>(2 * head_dim));
+    };
+    key_bytes_ = bytes_of(p.head_dim), value_bytes_ = bytes_of(p.v_head_dim);
     if (has_byte_keys()) {
       // A tile may reach behind the last page, by one less than it has.
       const std::size_t rows = key_rows() + static_cast<std::size_t>(kernels_[0].key_rows);
       factors_at_ = aligned(rows * static_cast<std::size_t>(kernels_[0].head_dim));
-      side_bytes_ = std::max(side_bytes_, factors_at_ + aligned(rows * sizeof(float)));
+      key_bytes_ = factors_at_ + aligned(rows * sizeof(float));
       for (const core::DeviceSequence& s : planning.work.sequences) most_queries_ += s.q_len;
       const auto query_rows =
           static_cast<std::size_t>(most_queries_) * static_cast<std::size_t>(planning.params.q_heads);
@@ -48,7 +56,7 @@ class Unpacked final : public Stage {
   }
 
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override {
-    return keys_at_ + 2 * side_bytes_ + all_query_bytes_;
+    return keys_at_ + key_bytes_ + value_bytes_ + all_query_bytes_;
   }
   [[nodiscard]] std::string explain() const override {
     const DenseKernel& one = kernels_[0];
@@ -68,7 +76,7 @@ class Unpacked final : public Stage {
         "serves     sequences that have at least {} rows of queries, if these are bf16 or f16 and lie at multiples of "
         "16 bytes, as long as rounds have room\n",
         core::kPrefillUnpacked, format_info(k_).name, format_info(v_).name, head_dim_, one.rows, one.keys, why_,
-        products, rule_.rounds, rule_.rows, 2 * side_bytes_ >> 20, multiprocessors_, describe_block(one),
+        products, rule_.rounds, rule_.rows, (key_bytes_ + value_bytes_) >> 20, multiprocessors_, describe_block(one),
         rule_.least_rows);
   }
   Status run(StageRun& run) const override {
@@ -82,7 +90,8 @@ class Unpacked final : public Stage {
     const bool is_bf16 = p.q.dtype == Dtype::bf16 && p.cache.encoded_layout.k.format == Format::bf16;
     const DenseKernel& kernel = *kernel_of_dtype(kernels_, is_bf16 ? Dtype::bf16 : Dtype::f16);
     std::byte* const keys = run.workspace + keys_at_;
-    std::byte* const queries_at = keys + 2 * side_bytes_;
+    std::byte* const values_at = keys + key_bytes_;
+    std::byte* const queries_at = values_at + value_bytes_;
     float* const factors = has_byte_keys() ? reinterpret_cast<float*>(keys + factors_at_) : nullptr;
     const prefill::ByteQueries queries{queries_at, reinterpret_cast<float*>(queries_at + query_bytes_)};
     RoundRule rule = rule_;
@@ -95,22 +104,27 @@ class Unpacked final : public Stage {
     prefill::unpacked::UnpackTo to{.round = tables.rounds,
                                    .parts = tables.parts,
                                    .keys = keys,
-                                   .values = keys + side_bytes_,
+                                   .values = values_at,
                                    .factors = factors,
                                    .queries = queries,
                                    .most_queries = most_queries_,
                                    .is_f16 = !is_bf16,
                                    .fresh_is_f16 = fresh.keys.data != nullptr && fresh.keys.dtype == Dtype::f16,
                                    .tile_keys = rule.tile_keys};
-    const Side values{to.values, rule.rows, 2 * p.head_dim, 2 * p.head_dim};
+    const Side values{to.values, rule.rows, 2 * p.v_head_dim, 2 * p.v_head_dim};
     const Side key_side = has_byte_keys()
                               ? Side{keys, static_cast<std::int64_t>(key_rows()), kernel.head_dim, kernel.head_dim}
                               : Side{keys, rule.rows, 2 * p.head_dim, 2 * p.head_dim};
     for (int round = 0; round < rule.rounds; ++round, ++to.round, to.queries = {}) {
-      void* arguments[] = {&p, &to};
-      Launch unpack(blocks_, unpack_.threads, run.native_stream(), run.limits.overlaps());
-      unpack.config.dynamicSmemBytes = static_cast<std::size_t>(unpack_.shared_bytes);
-      KVANT_CUDA_TRY(cudaLaunchKernelExC(&unpack.config, unpack_.function, arguments));
+      for (const Unpack& one : unpack_) {
+        prefill::unpacked::UnpackTo sides = to;
+        if (!one.keys) sides.keys = nullptr;
+        if (!one.values) sides.values = nullptr;
+        void* arguments[] = {&p, &sides};
+        Launch unpack(one.blocks, one.kernel.threads, run.native_stream(), run.limits.overlaps());
+        unpack.config.dynamicSmemBytes = static_cast<std::size_t>(one.kernel.shared_bytes);
+        KVANT_CUDA_TRY(cudaLaunchKernelExC(&unpack.config, one.kernel.function, arguments));
+      }
       prefill::Schedule schedule{};
       schedule.round = to.round, schedule.parts = to.parts;
       if (Status s = launch_dense(kernel, encode_, run, schedule, run.limits.multiprocessors, key_side, values, 1,
@@ -134,16 +148,17 @@ class Unpacked final : public Stage {
   }
 
   const std::span<const DenseKernel> kernels_;  // for both dtypes, or for keys that are bytes
-  const UnpackKernel unpack_;
+  const std::vector<Unpack> unpack_;
   const prefill::dense::Encode encode_;
   const RoundRule rule_;
-  const unsigned blocks_;
   const bool is_named_;  // by the options
   const std::string why_;
   const Format k_, v_;
-  const int head_dim_, multiprocessors_;
-  std::size_t parts_at_, served_at_, keys_at_, side_bytes_, factors_at_ = 0;  // in the workspace, behind the rounds
-  int most_queries_ = 0;                                                      // that become bytes
+  const std::string head_dim_;
+  const int multiprocessors_;
+  // In the workspace, behind the rounds.
+  std::size_t parts_at_, served_at_, keys_at_, key_bytes_, value_bytes_, factors_at_ = 0;
+  int most_queries_ = 0;  // that become bytes
   std::size_t query_bytes_ = 0, all_query_bytes_ = 0;
 };
 
@@ -154,13 +169,24 @@ Result<StagePtr> make_unpacked(const Planning& planning) {
   if (Status s = byte_keys ? prepare_dense({planning.compiled.byte_keys, 1}) : prepare_dense(planning.compiled.dense);
       !s.ok())
     return s;
-  const UnpackKernel unpack =
-      kernels_of(planning.work.width(), [&]<int D>() { return prefill::unpacked::kernel<D>(byte_keys); });
-  KVANT_CUDA_TRY(prepare_shared(unpack.function, unpack.shared_bytes));
-  int blocks = 0;
-  KVANT_CUDA_TRY(find_resident(unpack.function, unpack.threads, unpack.shared_bytes, planning.limits, blocks));
-  return StagePtr(
-      std::make_unique<Unpacked>(planning, unpack, static_cast<unsigned>(blocks * planning.limits.multiprocessors)));
+  std::vector<Unpacked::Unpack> all;
+  const auto add = [&](int head_dim, bool keys, bool values) -> Status {
+    const UnpackKernel unpack =
+        kernels_of<units::unpack>(head_dim, [&]<int D>() { return prefill::unpacked::kernel<D>(byte_keys); });
+    KVANT_CUDA_TRY(prepare_shared(unpack.function, unpack.shared_bytes));
+    int blocks = 0;
+    KVANT_CUDA_TRY(find_resident(unpack.function, unpack.threads, unpack.shared_bytes, planning.limits, blocks));
+    all.push_back({unpack, static_cast<unsigned>(blocks * planning.limits.multiprocessors), keys, values});
+    return {};
+  };
+  const codec::PageLayout& layout = planning.params.cache.encoded_layout;
+  if (layout.k.head_dim == layout.v.head_dim) {
+    if (Status s = add(layout.k.head_dim, true, true); !s.ok()) return s;
+  } else {
+    if (Status s = add(layout.k.head_dim, true, false); !s.ok()) return s;
+    if (Status s = add(layout.v.head_dim, false, true); !s.ok()) return s;
+  }
+  return StagePtr(std::make_unique<Unpacked>(planning, std::move(all)));
 }
 
 }  // namespace kvant::cuda

@@ -1,0 +1,201 @@
+// The units of src/cuda/instances.cmake without their kernels: the widths, formats and sizes that compiled units tell
+// plans. There is a unit for each width that the list gives it, and for no other, as nvcc compiles them.
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/device.hpp"
+#include "core/fmt.hpp"
+#include "cuda/decode/kernels.hpp"
+#include "cuda/decode/shape.hpp"
+#include "cuda/prefill_dense/kernels.hpp"
+#include "cuda/prefill_sm80/kernels.hpp"
+#include "cuda/prefill_sm90/kernels.hpp"
+#include "cuda/prefill_unpacked/unpack.hpp"
+#include "cuda/runtime/runtime.hpp"
+#include "cuda/width.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+// The kernel of this name, which some entries of a table may share.
+const FakeKernel* fake_kernel(const std::string& kind, int width, int blocks = 1) {
+  static std::map<std::string, FakeKernel> all;
+  const std::string name = fmt::format("{} {}", kind, width);
+  return &all.try_emplace(name, FakeKernel{blocks, name}).first->second;
+}
+
+struct TableEntry {
+  int width;
+  AttendKernel kernel;
+};
+template <class S>
+TableEntry entry_of() {
+  const int width = width_of(codec::HeadDims{S::kHeadDim, S::kValueDim});
+  return {width,
+          {.k = S::kKeyFormat,
+           .v = S::kValueFormat,
+           .column_tiles = S::kColumnTiles,
+           .function = fake_kernel(S::kHalfWeights ? core::kDecodeSm80
+                                   : S::kByGroup   ? core::kDecodeSm90
+                                                   : core::kDecodeKernels,
+                                   width),
+           .shared_bytes = {S::kShared.bytes[0], S::kShared.bytes[1], S::kShared.bytes[2]},
+           .team = S::kTeam,
+           .teams = S::kTeams,
+           .by_group = S::kByGroup,
+           .half_weights = S::kHalfWeights,
+           .one_stage = S::kOneStage}};
+}
+// The functions that the tables of decode kernels call.
+template <Format K, Format V, int kWidth, int kTiles>
+TableEntry attend_entry() {
+  return entry_of<Shape<K, V, kWidth, kTiles, kWarps>>();
+}
+template <Format K, Format V, int kWidth, int kTiles>
+TableEntry eight_warps_entry() {
+  return entry_of<Shape<K, V, kWidth, kTiles, kEightWarps>>();
+}
+template <Format K, Format V, int kWidth, int kTiles>
+TableEntry one_stage_entry() {
+  return entry_of<OneStage<K, V, kWidth, kTiles>>();
+}
+template <Format K, Format V, int kWidth, int kTiles>
+TableEntry half_weights_entry() {
+  return entry_of<HalfWeights<K, V, kWidth, kTiles>>();
+}
+template <Format K, Format V, int kWidth, int kTiles>
+TableEntry group_entry() {
+  return entry_of<Group<K, V, kWidth, kTiles>>();
+}
+
+std::vector<AttendKernel> kernels_of_width(int width) {
+  static const TableEntry kTable[] = {
+#include "cuda/decode_tables.inc"
+  };
+  std::vector<AttendKernel> found;
+  for (const TableEntry& one : kTable) {
+    if (one.width == width) found.push_back(one.kernel);
+  }
+  return found;
+}
+
+}  // namespace
+
+#define KVANT_DEFINE(width)                                                    \
+  template <>                                                                  \
+  DecodeKernels decode_kernels<width>() {                                      \
+    static const std::vector<AttendKernel> kKernels = kernels_of_width(width); \
+    const MergeKernel merge{fake_kernel("merge", value_dim(width)), 0, 1};     \
+    return {width, kKernels, kKernels[0], {merge, merge}};                     \
+  }
+KVANT_CUDA_EACH_OF_ATTEND(KVANT_DEFINE)
+#undef KVANT_DEFINE
+
+Status failed(const char* call, cudaError_t) {
+  return {Code::internal, call};
+}
+
+namespace prefill {
+
+template <Format K, Format V, int D>
+void add(std::vector<Kernel>& all) {
+  using S = Shape<D>;
+  if constexpr (has_kernel(K, V, D))
+    all.push_back({K, V, D, fake_kernel(core::kPrefillSm90, D), S::kBytes, S::kThreads, kRows});
+}
+template <int D>
+std::vector<Kernel> kernels_of_unit() {
+  std::vector<Kernel> all;
+#define KVANT_ENTRY(k, v) add<Format::k, Format::v, D>(all);
+  KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
+#undef KVANT_ENTRY
+  return all;
+}
+#define KVANT_DEFINE(head_dim)                                               \
+  template <>                                                                \
+  std::span<const Kernel> kernels<head_dim>() {                              \
+    static const std::vector<Kernel> kKernels = kernels_of_unit<head_dim>(); \
+    return kKernels;                                                         \
+  }
+KVANT_CUDA_EACH_OF_PREFILL(KVANT_DEFINE)
+#undef KVANT_DEFINE
+
+namespace sm80 {
+
+template <class S>
+void add(Format k, Format v, std::vector<Kernel>& all) {
+  if (!has_one_type(k, v)) return;
+  const FakeKernel* kernel =
+      fake_kernel(S::kSmall ? "small prefill_sm80" : core::kPrefillSm80, S::kHeadDim, S::kBlocks);
+  all.push_back({k, v, S::kHeadDim, kernel, S::bytes(k, v), S::kThreads, S::kRows,
+                 codec::takes_centre(k) ? S::kMoreIfCentred : 0});
+}
+template <int D>
+std::vector<Kernel> kernels_of_unit() {
+  std::vector<Kernel> all;
+#define KVANT_ENTRY(k, v)                   \
+  add<Shape<D>>(Format::k, Format::v, all); \
+  if constexpr (has_small(D)) add<Shape<D, true>>(Format::k, Format::v, all);
+  KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
+#undef KVANT_ENTRY
+  return all;
+}
+#define KVANT_DEFINE(head_dim)                                               \
+  template <>                                                                \
+  std::span<const Kernel> kernels<head_dim>() {                              \
+    static const std::vector<Kernel> kKernels = kernels_of_unit<head_dim>(); \
+    return kKernels;                                                         \
+  }
+KVANT_CUDA_EACH_OF_PREFILL_SM80(KVANT_DEFINE)
+#undef KVANT_DEFINE
+
+}  // namespace sm80
+
+namespace dense {
+
+template <class S>
+DenseKernel kernel_of(int width, Dtype dtype) {
+  const char* kind = S::kByteKeys ? "dense bytes" : dtype == Dtype::bf16 ? "dense bf16" : "dense f16";
+  DenseKernel kernel{S::D,          dtype,     fake_kernel(kind, width), S::kBytes, S::kThreads, S::kRows, S::kKeys,
+                     S::kBoxTokens, S::kBlocks};
+  if constexpr (S::kByteKeys) kernel.key_rows = S::kKeyRows;
+  return kernel;
+}
+template <int kWidth>
+const DenseKernel* byte_keys_of_unit() {
+  if constexpr (has_byte_keys(kWidth)) {
+    static const DenseKernel kKernel = kernel_of<ByteKeysShapeFor<kWidth>>(kWidth, Dtype::f16);
+    return &kKernel;
+  }
+  return nullptr;
+}
+#define KVANT_DEFINE(width)                                                                \
+  template <>                                                                              \
+  std::span<const DenseKernel> kernels<width>() {                                          \
+    static const DenseKernel kKernels[] = {kernel_of<ShapeFor<width>>(width, Dtype::bf16), \
+                                           kernel_of<ShapeFor<width>>(width, Dtype::f16)}; \
+    return kKernels;                                                                       \
+  }                                                                                        \
+  template <>                                                                              \
+  const DenseKernel* byte_keys_kernel<width>() {                                           \
+    return byte_keys_of_unit<width>();                                                     \
+  }
+KVANT_CUDA_EACH_OF_PREFILL_DENSE(KVANT_DEFINE)
+#undef KVANT_DEFINE
+
+}  // namespace dense
+
+namespace unpacked {
+
+#define KVANT_DEFINE(head_dim)                                                               \
+  template <>                                                                                \
+  UnpackKernel kernel<head_dim>(bool byte_keys) {                                            \
+    return {head_dim, fake_kernel(byte_keys ? "unpack bytes" : "unpack", head_dim), 128, 0}; \
+  }
+KVANT_CUDA_EACH_OF_UNPACK(KVANT_DEFINE)
+#undef KVANT_DEFINE
+
+}  // namespace unpacked
+}  // namespace prefill
+}  // namespace kvant::cuda
