@@ -417,7 +417,7 @@ TEST(DeviceCache, LatentsAreStoredWhereThereAreKernels) {
   c.latent = 512, c.rope = 64;
   {
     const auto cache = CacheImpl::create(c, &backend).value();
-    const core::DevicePagesConfig& seen = FakeStore::newest->config;
+    const core::DeviceCacheConfig& seen = FakeStore::newest->config;
     EXPECT_EQ(seen.kv_heads, 1);
     for (const codec::PageLayout& layout : {seen.encoded, seen.exact}) {
       EXPECT_EQ(layout.k.head_dim, 64);

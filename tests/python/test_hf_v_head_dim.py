@@ -84,7 +84,8 @@ def test_layers_that_a_device_leaves_are_said_before_the_first_token(model, monk
     build = kvant.build_info() | {"device": {"head_dims": [64, 128, 192], "widths": [[192, 128]]}}
     monkeypatch.setattr(kvant._tools, "build_info", lambda: build)
     latent = model.config.model_type != "mimo_v2_flash"
-    why = "kvant.hf stores latents on the CPU alone" if latent else "devices have kernels for .* or of 192/128, and not of"
+    of_sizes = "devices have kernels for .* or of 192/128, and not of"
+    why = "kvant.hf stores latents on the CPU alone" if latent else of_sizes
     with pytest.warns(UserWarning, match=f"kvant stores no layer of .*: {why}"):
         kvant.hf.enable(model, short_windows=True)
     assert not any(row.stored for row in kvant.hf.report(model).rows)
