@@ -114,7 +114,7 @@ struct Block {
       const float of_latents = take.template operator()<S::DV>(0, p.v_basis, shared + S::kQueriesAt);
       const float of_keys = take.template operator()<S::D>(S::DV, p.k_basis, shared + S::kKeyQueriesAt);
       const float scale = finite ? p.logits.scale : __int_as_float(0x7FC00000);
-      if (lane == 0) facts.rows[r] = make_float2(of_latents * scale, of_keys * scale);
+      if (lane == 0) facts.rows[r] = {of_latents * scale, of_keys * scale};
     }
     ptx::fence_for_products();
   }

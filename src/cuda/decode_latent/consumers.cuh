@@ -99,11 +99,11 @@ struct Scores : Block<S> {
 
   __device__ __forceinline__ void take_part() {
     float m[2] = {kNone, kNone}, l[2], unit = 0.0f;
-    float2 factors[2];
+    RowFactors factors[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       factors[h] = facts.rows[row_at(h)];
-      l[h] = factors[h].x * 0.0f;  // NaN: the row is not finite
+      l[h] = factors[h].latents * 0.0f;  // NaN: the row is not finite
     }
     float s[kScores], of_keys[kScores];
     bool has_weights = false;  // the page before has weights that were not handed over
@@ -120,7 +120,7 @@ struct Scores : Block<S> {
       ptx::wgmma_wait<0>();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float a = factors[h].x * info.latent_unit, b = factors[h].y * info.key_unit;
+        const float a = factors[h].latents * info.latent_unit, b = factors[h].keys * info.key_unit;
 #pragma unroll
         for (int j = 0; j < kScores / 4; ++j) {
 #pragma unroll

@@ -17,6 +17,10 @@ struct PageInfo {
   std::uint32_t bad[2];  // tokens whose vectors are not finite, by bits: their latents are zeros
 };
 
+struct RowFactors {
+  float latents, keys;
+};
+
 // KF, VF: formats of rotary keys and of latents; 16-bit floats stand for either kind of these.
 template <int kWidth, Format KF, Format VF>
 struct Shape {
@@ -39,7 +43,7 @@ struct Shape {
     Item item;
     PageInfo pages[kStages];
     // Factors of the products of a row's two parts, to units of log2; NaN: the row is not finite.
-    alignas(16) float2 rows[kRows];
+    RowFactors rows[kRows];
     float shrink[kRows];                                                   // factors of a row's sums
     float unit;                                                            // the unit of all sums
     int is_end;                                                            // a part's end: no weights follow
