@@ -298,11 +298,9 @@ TEST(LatentTexts, RefuseWhatNoCacheHas) {
   EXPECT_EQ(refusal(c), "v_head_dim = 64 with latent = 512 and rope = 64: it is latent; leave v_head_dim out");
   c.v_head_dim = 512;
   EXPECT_TRUE(Cache::create(c).ok());
-  c.device = "cuda", c.capacity_tokens = 64;
-  EXPECT_EQ(
-      refusal(c),
-      "latent = 512 on device \"cuda\": kernels there read keys and values of heads, and no latents; use device = "
-      "\"cpu\"");
+  // Whether there is no backend, or one that has no kernels for the size (tests/device_cache_test.cpp).
+  c.latent = c.v_head_dim = 500, c.device = "cuda", c.capacity_tokens = 64;
+  EXPECT_NE(refusal(c).find("use device = \"cpu\""), std::string::npos) << refusal(c);
 }
 
 TEST(LatentTexts, AskForAScaleAndForRowsOfBothParts) {

@@ -488,6 +488,75 @@ TEST(CudaChoose, WhatKindsDoNotServe) {
 }
 
 // Plans of few rows ask nothing of the driver, which would load kernels that they do not take.
+// Latents have a kernel of 64 rows for 9.0; elsewhere, and for other formats, the generic kernel serves.
+TEST(CudaChoose, Latents) {
+  const Case latents{.head_dim = 64,
+                     .v_head_dim = 512,
+                     .latent = true,
+                     .k = Format::tq8,
+                     .v = Format::tq4,
+                     .q_heads = 16,
+                     .kv_heads = 1,
+                     .sequences = 16};
+  const auto try_latents = [](const Case& c, const char* device, bool compiled = true) -> Result<Chosen> {
+    const Asked asked(c);
+    const PlannedWork work = asked.work();
+    EXPECT_EQ(work.width(), 1064512);
+    EXPECT_FALSE(considers_prefill(work));
+    Offers offers{.instances = instances(), .limits = device_of(device).limits};
+    offers.has_decode = true;
+    if (compiled) {
+      offers.decode.push_back({.column_tiles = 16,
+                               .teams = 1,
+                               .shared_bytes = 232000,
+                               .by_group = true,
+                               .has_code = offers.limits.has_sm90(),
+                               .latent = true});
+    }
+    const Result<Choice> choice = choose(work, offers);
+    if (!choice.ok()) return choice.status();
+    return Chosen{choice->kernel(offers), choice->why, choice->ns};
+  };
+  const Chosen usual = try_latents(latents, "9.0").value();
+  EXPECT_EQ(usual.kinds, "decode_sm90");
+  EXPECT_EQ(usual.why, "");
+  Case c = latents;
+  c.queries = 4;
+  EXPECT_EQ(try_latents(c, "9.0")->ns, usual.ns);  // as many row blocks
+  c.queries = 5;
+  EXPECT_GT(try_latents(c, "9.0")->ns, usual.ns);
+  c = latents;
+  for (const char* name : {"decode", "decode_sm90"}) {
+    c.kernel = name;
+    EXPECT_EQ(try_latents(c, "9.0")->kinds, "decode_sm90");
+    const std::string refused = try_latents(c, "8.0").message();
+    EXPECT_TRUE(has(refused, name) && has(refused, "need compute capability 9.0")) << refused;
+  }
+  c.kernel = "generic";
+  EXPECT_EQ(try_latents(c, "9.0")->why, "as asked for");
+  EXPECT_EQ(try_latents(c, "9.0")->kinds, "generic");
+  c.kernel = "prefill";
+  EXPECT_TRUE(has(try_latents(c, "9.0").message(), "latents have the kernels decode_sm90 and generic on a device"));
+  c = latents;
+  EXPECT_EQ(try_latents(c, "8.0")->kinds, "generic");
+  EXPECT_TRUE(has(try_latents(c, "8.0")->why, "need compute capability 9.0"));
+  EXPECT_EQ(try_latents(c, "9.0", false)->why, "tq8/tq4 at head_dim 512+64 has no other kernel of latents");
+  c.k = Format::bf16;
+  EXPECT_EQ(try_latents(c, "9.0")->why, "k = bf16 with latents in tq4 has no other kernel");
+  c = latents;
+  c.calibrated = true;
+  EXPECT_EQ(try_latents(c, "9.0")->kinds, "generic");
+  c = latents;
+  c.exact = Format::f32;
+  EXPECT_EQ(try_latents(c, "9.0")->kinds, "generic");
+  c = latents;
+  c.products = 8;
+  EXPECT_TRUE(has(try_latents(c, "9.0").message(), "products is 8, but the cache stores latents"));
+  c = latents;
+  c.fresh_keys = true;
+  EXPECT_TRUE(has(try_latents(c, "9.0").message(), "fresh_keys needs prefill kernels, and latents have none"));
+}
+
 TEST(CudaChoose, FewRowsDoNotLookAtPrefill) {
   const auto looks = [](const Case& c) { return considers_prefill(Asked(c).work()); };
   EXPECT_FALSE(looks({}));

@@ -378,7 +378,8 @@ TEST(DeviceCache, BackendsAreToldTheSizeOfTheTensors) {
 TEST(DeviceCache, KeysAndValuesOfTwoSizesAreStoredWhereThereAreKernels) {
   core::DeviceBackend backend = kFake;
   backend.build = [] {
-    return core::DeviceBuild{.architectures = "", .head_dims = {64, 128, 192}, .widths = {{192, 128}}, .pairs = {}};
+    return core::DeviceBuild{
+        .architectures = "", .head_dims = {64, 128, 192}, .widths = {{192, 128}}, .latents = {}, .pairs = {}};
   };
   CacheConfig c = config(1, 1);
   c.head_dim = 192, c.v_head_dim = 128;
@@ -403,6 +404,41 @@ TEST(DeviceCache, KeysAndValuesOfTwoSizesAreStoredWhereThereAreKernels) {
   }
   c.head_dim = 100, c.v_head_dim = 100;  // padded
   EXPECT_TRUE(CacheImpl::create(c, &backend).ok());
+}
+
+TEST(DeviceCache, LatentsAreStoredWhereThereAreKernels) {
+  core::DeviceBackend backend = kFake;
+  backend.build = [] {
+    return core::DeviceBuild{
+        .architectures = "", .head_dims = {64, 512}, .widths = {{64, 512}}, .latents = {{64, 512}}, .pairs = {}};
+  };
+  CacheConfig c = config(1, 1);
+  c.kv_heads = c.head_dim = 0;
+  c.latent = 512, c.rope = 64;
+  {
+    const auto cache = CacheImpl::create(c, &backend).value();
+    const core::DeviceCacheConfig& seen = FakeStore::newest->config;
+    EXPECT_EQ(seen.kv_heads, 1);
+    for (const codec::PageLayout& layout : {seen.encoded, seen.exact}) {
+      EXPECT_EQ(layout.k.head_dim, 64);
+      EXPECT_EQ(layout.v.head_dim, 512);
+    }
+  }
+  c.rope = 32;
+  EXPECT_EQ(
+      CacheImpl::create(c, &backend).message(),
+      "latent = 512 with rope = 32 on device \"cuda\": kernels there are compiled for latent = 512 with rope = 64; "
+      "use device = \"cpu\"");
+  c.latent = 64, c.rope = 64;  // not a head_dim of 64
+  EXPECT_EQ(CacheImpl::create(c, &backend).code(), Code::unsupported);
+  backend.build = [] {
+    return core::DeviceBuild{
+        .architectures = "", .head_dims = {64, 512}, .widths = {{64, 512}}, .latents = {}, .pairs = {}};
+  };
+  c.latent = 512;
+  EXPECT_EQ(CacheImpl::create(c, &backend).message(),
+            "latent = 512 with rope = 64 on device \"cuda\": kernels there are compiled for no latents; use device = "
+            "\"cpu\"");
 }
 
 TEST(DeviceCache, KeysAndValuesOfTwoSizesAreRefused) {

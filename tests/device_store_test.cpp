@@ -145,7 +145,9 @@ TEST(DeviceStore, TakesImportedCodes) {
 TEST(DeviceStore, PadsToTheSizesOfItsKernels) {
   core::DeviceBackend backend = test::kFake;
   backend.build = [] {
-    return core::DeviceBuild{.architectures = "", .head_dims = {256, 64, 128}, .widths = {}, .pairs = {}};
+    core::DeviceBuild build;
+    build.head_dims = {256, 64, 128};
+    return build;
   };
   const std::pair<int, int> sizes[] = {{1, 64}, {64, 64}, {65, 128}, {80, 128}, {129, 256}, {256, 256}, {300, 320}};
   for (const auto& [head_dim, stored] : sizes) EXPECT_EQ(core::stored_head_dim_on(&backend, head_dim), stored);

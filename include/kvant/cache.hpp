@@ -29,8 +29,8 @@ struct CacheConfig {
   /// A latent cache, of multi-head latent attention: a token has one latent of so many elements and one rotary key of
   /// `rope`, 1 to 576 each, which all query heads share. The latent is the value and a part of the key. Keys in calls
   /// are the rotary keys, and values the latents; kv_heads is 1, head_dim is `rope` and v_head_dim is `latent`, set or
-  /// not. A query has latent + rope elements in this order, an output `latent`. Plans need AttentionOptions::scale. In
-  /// host memory only. 0: another cache.
+  /// not. A query has latent + rope elements in this order, an output `latent`. Plans need AttentionOptions::scale. A
+  /// device has kernels for 512 with 64. 0: another cache.
   int latent = 0;
   int rope = 0;
   /// Elements of a query.

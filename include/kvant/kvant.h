@@ -206,7 +206,7 @@ typedef struct kvant_cache_config {
   int64_t v_head_dim;          /* elements of a value and of an output, 1 to 576, where keys and queries have another
                                   number (head_dim); 0 (default): head_dim. On a device: 128 with a head_dim of
                                   192, or head_dim */
-  int32_t latent;              /* a latent cache (multi-head latent attention), in host memory only: a token has one
+  int32_t latent;              /* a latent cache (multi-head latent attention); on a device 512 with 64: a token has one
                                   latent of so many elements and one rotary key of `rope`, 1 to 576 each, which all
                                   query heads share. The latent is the value and a part of the key. Keys in calls are
                                   the rotary keys, of format k; values are the latents, of format v. kv_heads is 1,

@@ -39,7 +39,7 @@ struct PagesConfig {
   int kv_heads = 0;
   int head_dim = 0;          ///< 1 to 576, on a device to 512; stored padded as CacheConfig::head_dim says
   int v_head_dim = 0;        ///< as CacheConfig::v_head_dim
-  int latent = 0, rope = 0;  ///< as those of CacheConfig: blocks of latents and rotary keys, in host memory
+  int latent = 0, rope = 0;  ///< as those of CacheConfig: blocks of latents and rotary keys
   std::string k{};           ///< key format; any but the lut formats, and on a device but f32. Empty: as CacheConfig::k
   std::string v = "tq4";
   std::string device{};  ///< "" or "cpu": host memory; "cuda" or "cuda:1": that device's

@@ -266,10 +266,10 @@ _CACHE = (
     Option("latent", "int", 0, partial(_int32, low=0), "", "cache pages"),
     Option(
         "rope", "int", 0, partial(_int32, low=0),
-        "a latent cache, of multi-head latent attention, on the CPU: the numbers of a token's latent and of its rotary "
-        "key, which all query heads share. Calls take rotary keys as keys and latents as values, queries of latent + "
-        "rope numbers in this order, and give outputs of `latent`; plans need the model's scale. kv_heads, head_dim "
-        "and v_head_dim follow. 0: keys and values of heads.",
+        "a latent cache, of multi-head latent attention (on a device 512 and 64): the numbers of a token's latent and "
+        "of its rotary key, which all query heads share. Calls take rotary keys as keys and latents as values, queries "
+        "of latent + rope numbers in this order, and give outputs of `latent`; plans need the model's scale. kv_heads, "
+        "head_dim and v_head_dim follow. 0: keys and values of heads.",
         "cache pages",
     ),
     Option("k", "str | None", None, _format, "", "cache pages hf"),

@@ -183,7 +183,6 @@ Status run_bench_command(const BenchArguments& a, bool is_op_given) {
   const bool on_device = a.backend == "cuda";
   const int device = device_number(a.device);
   if (on_device) {
-    if (!a.latents.empty()) usage("--latent: caches of latents are in host memory; leave out --backend cuda");
     if (a.isas != std::vector<std::string>{""}) usage("--isa: CPU kernels; leave it out with --backend cuda");
     if (a.threads != std::vector<int>{0}) usage("--threads: of the CPU; leave it out with --backend cuda");
   } else if (!a.device.empty()) {

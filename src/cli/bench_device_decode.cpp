@@ -150,25 +150,25 @@ Status measure_decode(DeviceTools& tools, BenchRow& row, FirstOutputs* of_first)
   row.bytes = static_cast<double>(plan->kv_bytes());
 
   const std::int64_t queries = c.batch * c.q_len;
-  const auto values = static_cast<std::size_t>(queries * c.q_heads * c.head_dim),
+  const auto values = static_cast<std::size_t>(queries * c.q_heads * c.q_dim()),
              out_values = static_cast<std::size_t>(queries * c.q_heads * c.v_dim());
   const Result<void*> q = tools.scratch(DeviceTools::kQueries, values * 2),
                       out = tools.scratch(DeviceTools::kOut, out_values * 2);
   const Result<void*> out32 = tools.scratch(DeviceTools::kOut32, out_values * 4);
   const Result<void*> workspace = tools.scratch(DeviceTools::kWorkspace, plan->workspace_bytes() + 64);
-  const Result<const float*> gain = tools.gains(DeviceTools::kQueryGains, c.q_heads, c.head_dim, 1, 3);
+  const Result<const float*> gain = tools.gains(DeviceTools::kQueryGains, c.q_heads, c.q_dim(), 1, 3);
   for (const Result<void*>* r : {&q, &out, &out32, &workspace}) {
     if (!r->ok()) return r->status();
   }
   if (!gain.ok()) return gain.status();
-  const std::int64_t q_row = static_cast<std::int64_t>(c.q_heads) * c.head_dim;
+  const std::int64_t q_row = static_cast<std::int64_t>(c.q_heads) * c.q_dim();
   if (Status s = tools.bench.fill_normal(*q, queries, q_row, 0, 13, *gain); !s.ok()) return s;
 
   // Speed with a bf16 output, as serving has it; the check of the error with one in f32.
   Decode decode;
   decode.plan = &*plan;
   decode.layers = layers;
-  decode.q = TensorView::contiguous(*q, Dtype::bf16, queries, c.q_heads, c.head_dim);
+  decode.q = TensorView::contiguous(*q, Dtype::bf16, queries, c.q_heads, c.q_dim());
   decode.out = MutableTensorView::contiguous(*out, Dtype::bf16, queries, c.q_heads, c.v_dim());
   if (c.between_mib > 0) decode.others = &tools.bench, decode.other_bytes = c.between_mib << 20;
   decode.options.workspace = {static_cast<std::byte*>(*workspace), plan->workspace_bytes()};

@@ -122,6 +122,7 @@ struct DevicePlanConfig {
   Format k = Format::tq6, v = Format::tq4;
   int kv_heads = 1;
   codec::HeadDims head_dims;  // the tensors'
+  bool latent = false;        // values are latents, which are a part of the keys
 };
 
 // The names that AttentionOptions::kernel takes (core/kernels.def says what they name).
@@ -151,8 +152,9 @@ class DevicePlan {
 struct DeviceBuild {
   std::string architectures;
   std::vector<int> head_dims;
-  std::vector<codec::HeadDims> widths;  // keys and values of different head_dims
-  std::vector<std::string> pairs;       // "tq6/tq4": formats of keys and values with attention kernels
+  std::vector<codec::HeadDims> widths;   // keys and values of different head_dims
+  std::vector<codec::HeadDims> latents;  // rotary keys and latents
+  std::vector<std::string> pairs;        // "tq6/tq4": formats of keys and values with attention kernels
 };
 
 // The part of a build that is for the devices of a compute capability.

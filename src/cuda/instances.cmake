@@ -18,6 +18,10 @@ kvant_cuda_head_dim(512 most)
 # kvant_cuda_width(KEYS/VALUES TILES): keys and values of different head_dims, both of which have a line above.
 kvant_cuda_width(192/128 few)
 
+# kvant_cuda_latent(LATENT+ROPE ROTARY/LATENT,..): latents and rotary keys (multi-head latent attention), and pairs of
+# formats with a kernel for 9.0a. Both head_dims have a line above. Other pairs have the generic kernel.
+kvant_cuda_latent(512+64 tq8/tq4,tq8/tq6,tq8/tq8,tq8/tq5,tq4/tq4,fp8/fp8,bf16/bf16,f16/f16)
+
 # kvant_cuda_pair(KEYS/VALUES WHEN MOST_TILES FEW_TILES), WHEN: by `default`, or when `named` by KVANT_CUDA_PAIRS. The
 # most used pairs come first.
 kvant_cuda_pair(tq6/tq4 default 1,2,4 1,4)  # the default pair
@@ -75,9 +79,10 @@ kvant_cuda_group(tq6/tq4 128 4,8,16)
 kvant_cuda_group(tq4/tq4 128 4,8,16)
 
 # kvant_cuda_unit(TEMPLATE NAME WHERE EACH): units NAME_dN.cu made from TEMPLATE, one for each head_dim and, where EACH
-# is `widths`, for each of kvant_cuda_width. `hopper`: kernels that are compiled for 9.0a alone; `any`: others. The
-# units that take longest to compile come first.
+# is `widths`, for each of kvant_cuda_width; where EACH is `latents`, for each of kvant_cuda_latent alone. `hopper`:
+# kernels that are compiled for 9.0a alone; `any`: others. The units that take longest to compile come first.
 kvant_cuda_unit(decode/attend attend any widths)
+kvant_cuda_unit(decode_latent/latent latent any latents)
 kvant_cuda_unit(append/append append any head_dims)
 kvant_cuda_unit(prefill_sm80/prefill prefill_sm80 any head_dims)
 kvant_cuda_unit(prefill_unpacked/unpack unpack any head_dims)

@@ -84,10 +84,12 @@ std::string detail() {
 }
 
 core::DeviceBuild build() {
-  core::DeviceBuild build{.architectures = KVANT_CUDA_ARCHITECTURES, .head_dims = {}, .widths = {}, .pairs = {}};
+  core::DeviceBuild build;
+  build.architectures = KVANT_CUDA_ARCHITECTURES;
   const Instances& have = instances();
   build.head_dims.assign(have.head_dims.begin(), have.head_dims.end());
   build.widths.assign(have.widths.begin(), have.widths.end());
+  build.latents.assign(have.latents.begin(), have.latents.end());
   for (const FormatPair& pair : have.pairs) build.pairs.push_back(pair_name(pair));
   return build;
 }

@@ -72,8 +72,17 @@ foreach(text "attend_entry<Format::tq6, Format::tq4, 192128, 4>()" "decode_kerne
     message(SEND_ERROR "attend_d192v128.cu does not have ${text}:\n${of_width}")
   endif()
 endforeach()
+file(READ ${FOLDER}/latent_d512r64.cu of_latent)  # whatever pairs the option names
+foreach(text "latent_entry<Format::tq8, Format::tq4, 1064512>()" "latent_entry<Format::bf16, Format::bf16, 1064512>()"
+        "decode_kernels<1064512>()")
+  string(FIND "${of_latent}" "${text}" at)
+  if(at EQUAL -1)
+    message(SEND_ERROR "latent_d512r64.cu does not have ${text}:\n${of_latent}")
+  endif()
+endforeach()
 foreach(text "EACH_OF_PREFILL_DENSE\\(X\\)[^\n]* X\\(192128\\)\n" "int prefill_dense\\[\\] = {64, [^\n]*, 192128};\n"
-        "EACH_OF_UNPACK\\(X\\)[^\n]* X\\(512\\)\n" "int attend\\[\\] = {64, [^\n]*, 192128};\n")
+        "EACH_OF_UNPACK\\(X\\)[^\n]* X\\(512\\)\n" "EACH_OF_LATENT\\(X\\) X\\(1064512\\)\n"
+        "int attend\\[\\] = {64, [^\n]*, 192128};\n")
   if(NOT header MATCHES "${text}")
     message(SEND_ERROR "instances.hpp does not have ${text}:\n${header}")
   endif()
@@ -87,7 +96,8 @@ list(LENGTH units count)
 list(LENGTH hopper_units hopper_count)
 list(LENGTH kvant_cuda_head_dims head_dims)
 list(LENGTH kvant_cuda_widths widths)  # units of attention
-math(EXPR expected "4 * ${head_dims} + ${widths}")
+list(LENGTH kvant_cuda_latents latents)
+math(EXPR expected "4 * ${head_dims} + ${widths} + ${latents}")
 math(EXPR hopper_expected "2 * ${head_dims} + ${widths}")
 if(NOT count EQUAL expected OR NOT hopper_count EQUAL hopper_expected)
   message(SEND_ERROR "${count} and ${hopper_count} units for ${head_dims} head_dims")

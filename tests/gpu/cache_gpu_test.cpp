@@ -103,6 +103,22 @@ std::vector<Trial> trials() {
           {pair, d, kInputs[(turn + 1) % 3], turn % 2 == 0 ? 0 : 1, 0, turn % 5 == 3 ? 150 : 0, KeyCentre::page});
     }
   }
+  // Latents and rotary keys.
+  for (const int d : kLatentWidths) {
+    for (const Formats& pair : {Formats{"tq8", "tq4"},
+                                {"tq8", "tq6"},
+                                {"tq8", "tq8"},
+                                {"tq4", "tq3"},
+                                {"fp8", "fp8"},
+                                {"bf16", "tq4"},
+                                {"bf16", "bf16"},
+                                {"f32", "lut4"}}) {
+      const auto& ends = kEnds[turn % 5];
+      const KeyCentre centre = pair.k[0] == 't' && turn % 4 != 0 ? KeyCentre::page : KeyCentre::none;
+      all.push_back({pair, d, kInputs[turn % 3], ends[0], ends[1], turn % 4 == 3 ? 150 : 0, centre});
+      ++turn;
+    }
+  }
   for (const Formats& pair : kPlainPairs) {
     for (const int d : {64, 96, 256, 512, 192128}) {
       const auto& ends = kEnds[turn % 5];

@@ -35,9 +35,24 @@ inline const std::vector<int> kHeadDims = {KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
 inline const std::vector<int> kWidths = {KVANT_CUDA_EACH_WIDTH(KVANT_ENTRY)};
 inline const std::vector<int> kUnequalWidths = {KVANT_CUDA_EACH_UNEQUAL_WIDTH(KVANT_ENTRY)};
 #undef KVANT_ENTRY
-/// For a WorldSpec, a CacheConfig or a Geometry.
+#define KVANT_ENTRY(width) width,
+inline const std::vector<int> kLatentWidths = {KVANT_CUDA_EACH_OF_LATENT(KVANT_ENTRY)};
+#undef KVANT_ENTRY
+/// For a WorldSpec, a CacheConfig or a Geometry. A latent cache has one kv head.
 template <class Config>
 void set_width(Config& config, int width) {
+  if constexpr (requires { config.latent; }) {
+    if (cuda::is_latent(width)) {
+      config.kv_heads = 1;
+      if constexpr (requires { config.rope; }) {
+        config.latent = cuda::value_dim(width), config.rope = cuda::key_dim(width);
+        config.head_dim = config.v_head_dim = 0;
+        return;
+      } else {
+        config.latent = true;
+      }
+    }
+  }
   config.head_dim = cuda::key_dim(width);
   config.v_head_dim = cuda::value_dim(width) == config.head_dim ? 0 : cuda::value_dim(width);
 }

@@ -181,6 +181,7 @@ bool GpuWorld::is_generic_only() const {
 
 double GpuWorld::tolerance(const AttentionOptions& base) const {
   if (options(base).kernel == core::kGenericKernels) return tolerance::kCudaGeneric;
+  if (host.spec.latent) return is_generic_only() ? tolerance::kCudaGeneric : tolerance::kCudaPrefill;
   return is_float_format(host.spec.k) && is_float_format(host.spec.v) ? tolerance::kCudaFloat : tolerance::kCoded;
 }
 
@@ -192,7 +193,7 @@ Result<Attended> GpuWorld::try_attend(const AttentionOptions& base, const std::v
   if (!planned) return planned.status();
   const std::int64_t rows = planned->total_queries();
   const int dim = host.spec.head_dim, v_dim = host.v_dim();
-  const Strided q(placement.q_dtype, rows, o.q_heads, dim, placement);
+  const Strided q(placement.q_dtype, rows, o.q_heads, host.q_dim(), placement);
   const Strided out(placement.out_dtype, rows, o.q_heads, v_dim, placement);
   q.set(host.queries());
   Placement of_fresh = placement;  // at multiples of 16 bytes
@@ -251,14 +252,15 @@ Expected GpuWorld::expect(const AttentionOptions& base, const std::vector<float>
       take(host.qkv[i].k, k, spec.head_dim);
       take(host.qkv[i].v, v, host.v_dim());
     }
-    const std::vector<double> q64 = widen(q), k64 = widen(k), v64 = widen(v);
+    const std::vector<double> q64 = widen(q), v64 = widen(v);
+    const std::vector<double> k64 = spec.latent ? joined(v, host.v_dim(), k, spec.head_dim) : widen(k);
     reference::Problem p;
     p.q_len = lengths.q_len;
     p.kv_len = lengths.kv_len;
     p.q_heads = host.q_heads();
     p.kv_heads = spec.kv_heads;
-    p.head_dim = spec.head_dim;
-    p.v_head_dim = spec.v_head_dim;
+    p.head_dim = host.q_dim();
+    p.v_head_dim = host.v_dim();
     p.q = q64;
     p.k = k64;
     p.v = v64;
@@ -276,6 +278,10 @@ bool GpuWorld::serves(const std::string& kind) const {
   const WorldSpec& s = host.spec;
   const bool is_dense = s.k == "bf16" || s.k == "f16", same = s.k == s.v;
   if (is_generic_only()) return false;
+  if (s.latent) {  // both sides have codes, or neither
+    const auto dense = [](const std::string& format) { return format == "bf16" || format == "f16"; };
+    return kind == core::kDecodeSm90 && dense(s.k) == dense(s.v) && why_no_sm90().empty();
+  }
   if (host.v_dim() != s.head_dim)  // nothing else reads pages of two head_dims
     return kind == core::kDecodeSm80 && s.k == s.v && (s.k == "tq4" || s.k == "tq8");
   if ((kind == core::kDecodeSm90 || kind == core::kPrefillSm90) && !why_no_sm90().empty()) return false;
@@ -321,6 +327,8 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   const double of_kernel = in_bytes ? tolerance::kByteProducts : is_prefill ? tolerance::kCudaPrefill : tolerance(base);
   if (host.spec.page_centres) lse_tolerance = std::max(lse_tolerance, tolerance::kCudaCentredLse);
   const double of_prefill_lse = std::max(lse_tolerance, tolerance::kCudaPrefillLse);
+  if (host.spec.latent && tolerance(base) > tolerance::kCudaGeneric)
+    lse_tolerance = std::hypot(1.0, host.spec.key_offset) * of_prefill_lse;
   if (is_prefill) lse_tolerance = in_bytes ? tolerance::kCudaByteLse : of_prefill_lse;
   const double allowed = of_kernel + rounding_of(placement.out_dtype);
   if (auto r = close(expected.out, got->out, allowed, host.out_shape()); !r) {

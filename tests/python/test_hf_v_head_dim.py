@@ -84,7 +84,8 @@ def test_layers_that_a_device_leaves_are_said_before_the_first_token(model, monk
     build = kvant.build_info() | {"device": {"head_dims": [64, 128, 192], "widths": [[192, 128]]}}
     monkeypatch.setattr(kvant._tools, "build_info", lambda: build)
     latent = model.config.model_type != "mimo_v2_flash"
-    why = "devices store no latents" if latent else "devices have kernels for .* or of 192/128, and not of"
+    of_sizes = "devices have kernels for .* or of 192/128, and not of"
+    why = "kvant.hf stores latents on the CPU alone" if latent else of_sizes
     with pytest.warns(UserWarning, match=f"kvant stores no layer of .*: {why}"):
         kvant.hf.enable(model, short_windows=True)
     assert not any(row.stored for row in kvant.hf.report(model).rows)
@@ -161,7 +162,7 @@ def test_widths_that_a_device_stores(monkeypatch):
     for head_dim, v_head_dim in ((128, 192), (192, 64), (512, 64)):
         reason = why_not_on_a_device(versions.Geometry(4, head_dim, v_head_dim))
         assert f"of one size or of 192/128, and not of {head_dim}/{v_head_dim}" in reason
-    assert why_not_on_a_device(versions.Geometry(1, 192, 128, True)) == "devices store no latents"
+    assert why_not_on_a_device(versions.Geometry(1, 192, 128, True)) == "kvant.hf stores latents on the CPU alone"
     build["device"]["widths"] = []
     assert "of one size, and not of 192/128" in why_not_on_a_device(versions.Geometry(4, 192, 128))
     build["device"] = None  # what has no CUDA says so itself

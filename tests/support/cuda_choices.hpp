@@ -51,6 +51,7 @@ inline const TileOffers& offers_of_kind(const char* name, const Offers& offers) 
 struct Case {
   int head_dim = 128, stored_head_dim = 0;  // 0: the same
   int v_head_dim = 0;                       // 0: head_dim; stored as it is
+  bool latent = false;                      // values are latents
   Format k = Format::tq6, v = Format::tq4;
   int q_heads = 32, kv_heads = 8;
   int sequences = 1;
@@ -76,6 +77,7 @@ class Asked {
     p_.batch = c.sequences;
     p_.q_heads = c.q_heads, p_.group = c.q_heads / c.kv_heads, p_.head_dim = c.head_dim;
     p_.v_head_dim = c.v_head_dim > 0 ? c.v_head_dim : c.head_dim;
+    p_.latent = c.latent;
     p_.causal = true;
     p_.window = c.window;
     if (c.mask) p_.mask.data = this;

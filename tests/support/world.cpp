@@ -270,8 +270,7 @@ void decode_sequence(const Cache& cache, SequenceId id, int layer, const Lengths
   }
 }
 
-// Rows of a and of b, one behind the other.
-static std::vector<double> joined(const std::vector<float>& a, int a_dim, const std::vector<float>& b, int b_dim) {
+std::vector<double> joined(const std::vector<float>& a, int a_dim, const std::vector<float>& b, int b_dim) {
   std::vector<double> all;
   for (std::size_t row = 0; row < a.size() / static_cast<std::size_t>(a_dim); ++row) {
     const auto add = [&](const std::vector<float>& from, int dim) {

@@ -61,6 +61,9 @@ inline WorldSpec spec_of(const std::string& k, const std::string& v, std::vector
   return spec;
 }
 
+/// Rows of a and of b, one behind the other: the reference's keys in a latent cache.
+std::vector<double> joined(const std::vector<float>& a, int a_dim, const std::vector<float>& b, int b_dim);
+
 /// Outputs and lse of all sequences, rows one after another.
 struct Attended {
   std::vector<float> out;  ///< [total_queries, q_heads, v_head_dim]

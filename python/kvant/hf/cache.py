@@ -27,7 +27,7 @@ from .settings import SHORT_WINDOW, Settings
 def why_not_on_a_device(geometry: versions.Geometry) -> str | None:
     """Why a device does not store such a layer; None: it does, or says so itself."""
     if geometry.latent:
-        return "devices store no latents"
+        return "kvant.hf stores latents on the CPU alone"
     return sizes_without_kernels(geometry.head_dim, geometry.v_head_dim)
 
 

@@ -136,7 +136,8 @@ Result<std::unique_ptr<PlanWork>> DeviceStore::plan(const PlanImpl& plan) {
                                 .k = spec_.k,
                                 .v = spec_.v,
                                 .kv_heads = spec_.config.kv_heads,
-                                .head_dims = spec_.head_dims()};
+                                .head_dims = spec_.head_dims(),
+                                .latent = spec_.is_latent()};
   Result<std::unique_ptr<DevicePlan>> made = backend_.make_plan(config);
   if (!made.ok()) return made.status();
   return std::unique_ptr<PlanWork>(std::make_unique<DeviceWork>(plan, *pages_, backend_.name, std::move(*made)));

@@ -65,21 +65,25 @@ int stored_head_dim_on(const DeviceBackend* backend, int head_dim) {
 }
 
 Result<codec::HeadDims> stored_dims_on(const DeviceBackend* backend, const CacheConfig& config) {
-  if (config.latent > 0) {
-    return {
-        Code::unsupported,
-        fmt::format("latent = {} on device \"{}\": kernels there read keys and values of heads, and no latents; use "
-                    "device = \"cpu\"",
-                    config.latent, config.device)};
-  }
   const codec::HeadDims dims{config.head_dim, config.v_dim()};
-  if (dims.k == dims.v || backend == nullptr) {  // without a backend nothing is supported
+  // Without a backend nothing is supported.
+  if (backend == nullptr || (dims.k == dims.v && config.latent == 0)) {
     const int stored = stored_head_dim_on(backend, dims.k);
     return codec::HeadDims{stored, stored_head_dim_on(backend, dims.v)};
   }
   DeviceBuild build;
   if (backend->build != nullptr) build = backend->build();
   std::string widths;
+  if (config.latent > 0) {
+    for (const codec::HeadDims& one : build.latents) {
+      if (one.k == dims.k && one.v == dims.v) return dims;
+      widths += fmt::format("{}latent = {} with rope = {}", widths.empty() ? "" : ", ", one.v, one.k);
+    }
+    return {Code::unsupported,
+            fmt::format("latent = {} with rope = {} on device \"{}\": kernels there are compiled for {}; use device = "
+                        "\"cpu\"",
+                        config.latent, config.rope, config.device, widths.empty() ? "no latents" : widths)};
+  }
   for (const codec::HeadDims& one : build.widths) {
     if (one.k == dims.k && one.v == dims.v) return dims;
     widths += fmt::format("{}{}/{}", widths.empty() ? "" : ", ", one.k, one.v);

@@ -108,7 +108,8 @@ class BlockPlan final : public core::DevicePagesPlan, public PlannedPages {
                                         .k = spec.k,
                                         .v = spec.v,
                                         .kv_heads = spec.config.kv_heads,
-                                        .head_dims = spec.head_dims()};
+                                        .head_dims = spec.head_dims(),
+                                        .latent = spec.is_latent()};
     if (Status s = plan_.prepare(config, {.entries = tables_.entries}); !s) return s;
     if (Status s = plan_.list_items({}); !s) return s;
     KVANT_CUDA_TRY(cudaDeviceSynchronize());

@@ -103,7 +103,13 @@ struct Attend {
     q_head = part.kv_head * p.group + row - query * p.group;
     return query < part.q_len ? query : -1;
   }
-  __device__ __forceinline__ void ask_for_row(const Part& part, int r, std::uint32_t (&bits)[D / 32]) const;
+  // Elements first .. first + kCount of row r, of which `there` exist.
+  template <int kCount>
+  __device__ __forceinline__ void ask_for_row(const Part& part, int r, int first, int there,
+                                              std::uint32_t (&bits)[kCount / 32]) const;
+  __device__ __forceinline__ void ask_for_row(const Part& part, int r, std::uint32_t (&bits)[D / 32]) const {
+    ask_for_row<D>(part, r, 0, p.head_dim, bits);
+  }
 
   template <Format F>
   __device__ void load_queries(const Part& part, RawQuery& raw, bool encoded, bool bf16);

@@ -21,8 +21,10 @@ struct GenericAttend : Attend<GenericShape<kWidth>> {
   using Base = Attend<GenericShape<kWidth>>;
   using Base::g, Base::info, Base::lane, Base::p, Base::t, Base::warp;
   static constexpr int D = Base::D, DV = Base::DV, R = Base::R, NT = R / 4, kChannels = 32;
+  static constexpr bool kLatent = is_latent(kWidth);  // values are a part of the keys: the first of a query's elements
+  static constexpr int kQuery = D + (kLatent ? DV : 0);
   // Floats between rows: those of a tile and of queries begin in other banks, 16 bytes aligned.
-  static constexpr int kTilePitch = kChannels + 4, kQueryPitch = D + 4, kScorePitch = kPageTokens + 4;
+  static constexpr int kTilePitch = kChannels + 4, kQueryPitch = kQuery + 4, kScorePitch = kPageTokens + 4;
 
   struct Shared {
     float tile[kPageTokens * kTilePitch];
@@ -63,17 +65,27 @@ struct GenericAttend : Attend<GenericShape<kWidth>> {
 #pragma unroll 1
     for (int r = warp; r < R; r += kWarps) {
       float* row = shared.queries + r * kQueryPitch;
+      float poison = 0.0f, centre = 0.0f;
+      // The part of the query that is multiplied with keys, or with values.
+      const auto take = [&]<int kCount>(const DeviceBasis& basis, float* to, const std::uint32_t(&bits)[kCount]) {
+        float x[kCount];
+        elements_of(bits, p.q.dtype, x);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) poison = fmaf(x[i], 0.0f, poison);
+        if (encoded) centre += query_to_basis<32 * kCount>(basis, at, x, to);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) to[lane + 32 * i] = x[i];
+      };
+      if constexpr (kLatent) {
+        std::uint32_t bits[DV / 32];
+        this->template ask_for_row<DV>(part, r, 0, p.v_head_dim, bits);
+        take(p.v_basis, row + D, bits);
+      }
       std::uint32_t bits[D / 32];
-      float x[D / 32], poison = 0.0f;
-      this->ask_for_row(part, r, bits);
-      elements_of(bits, p.q.dtype, x);
-#pragma unroll
-      for (int i = 0; i < D / 32; ++i) poison = fmaf(x[i], 0.0f, poison);
+      this->template ask_for_row<D>(part, r, kLatent ? p.v_head_dim : 0, p.head_dim, bits);
+      take(p.k_basis, row, bits);
       const bool poisoned = __any_sync(~0u, poison != 0.0f);
-      const float centre = encoded ? query_to_basis<D>(p.k_basis, at, x, row) : 0.0f;
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < D / 32; ++i) row[lane + 32 * i] = x[i];
 #pragma unroll
       for (int i = 0; i < DV / 32; ++i) shared.sums[r * DV + lane + 32 * i] = 0.0f;
       if (lane < kWarps) info->m[lane][r] = kLowest, info->l[lane][r] = 0.0f;
@@ -132,11 +144,17 @@ struct GenericAttend : Attend<GenericShape<kWidth>> {
   __device__ void score(const Part& part, const codec::PageLayout& layout, const std::byte* block, int rows, int page,
                         bool plain) {
     float s[1][NT][2] = {};
+    // Behind the keys' channels come latents'.
 #pragma unroll 1
-    for (int first = 0; first < D; first += kChannels) {
+    for (int first = 0; first < kQuery; first += kChannels) {
       __syncthreads();
       // Rows of the tile that lanes read at the same time are neighbours.
-      load_tile<false>(layout, block, first, [](int token) { return token % 8 * 8 + token / 8; });
+      const auto place = [](int token) { return token % 8 * 8 + token / 8; };
+      if (first < D) {
+        load_tile<false>(layout, block, first, place);
+      } else if constexpr (kLatent) {
+        load_tile<true>(layout, block, first - D, place);
+      }
       __syncthreads();
       const float* keys = shared.tile + (16 * warp + g) * kTilePitch;
       const float* queries = shared.queries + t * kQueryPitch + first;

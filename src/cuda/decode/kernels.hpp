@@ -25,6 +25,7 @@ struct AttendKernel {
   bool half_weights = false;        // for several queries (weights.cuh)
   bool one_stage = false;           // for both sides of a page: where the usual kernel does not fit
   bool has_producer = false;        // as many warps of a block unpack pages for the others (decode/tile_block.cuh)
+  bool latent = false;              // decode_latent/kernel.cuh
   [[nodiscard]] constexpr int warps() const { return (has_producer ? 2 : 1) * team * teams; }
   [[nodiscard]] constexpr bool has_eight_warps() const { return team * teams > kAttendWarps; }  // for short work
 };
@@ -49,7 +50,7 @@ DecodeKernels decode_kernels();
 #define KVANT_DECLARE(width) \
   template <>                \
   DecodeKernels decode_kernels<width>();
-KVANT_CUDA_EACH_OF_ATTEND(KVANT_DECLARE)
+KVANT_CUDA_EACH_DECODE_WIDTH(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
 }  // namespace kvant::cuda

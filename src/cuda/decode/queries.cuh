@@ -6,17 +6,19 @@
 namespace kvant::cuda {
 
 template <class S>
-__device__ __forceinline__ void Attend<S>::ask_for_row(const Part& part, int r, std::uint32_t (&bits)[D / 32]) const {
+template <int kCount>
+__device__ __forceinline__ void Attend<S>::ask_for_row(const Part& part, int r, int first, int there,
+                                                       std::uint32_t (&bits)[kCount / 32]) const {
   int q_head;
   const int query = R % BW != 0 && r >= R ? -1 : query_of(part, r, q_head);
   if (query < 0) {
 #pragma unroll
-    for (int i = 0; i < D / 32; ++i) bits[i] = 0;
+    for (int i = 0; i < kCount / 32; ++i) bits[i] = 0;
     return;
   }
   const std::int64_t at = static_cast<std::int64_t>(part.batch.query_begin + query) * p.q.token_stride +
-                          static_cast<std::int64_t>(q_head) * p.q.head_stride + lane;
-  load_bits(p.q.data, p.q.dtype, at, p.head_dim - lane, bits);
+                          static_cast<std::int64_t>(q_head) * p.q.head_stride + first + lane;
+  load_bits(p.q.data, p.q.dtype, at, there - lane, bits);
 }
 
 // A query in the basis of encoded keys of (layer, kv head) number `at`: its elements lane + 32 i, by a warp. Returns

@@ -22,6 +22,13 @@ Status refuse_kernel(const PlannedWork& work, const std::string& reason) {
 
 // The part of a cache that only the generic kernel reads; empty: there is none.
 std::string generic_only(const PlannedWork& work) {
+  if (work.is_latent()) {
+    if (codec::is_dense(work.k) != codec::is_dense(work.v))
+      return fmt::format("k = {} with latents in {}", format_info(work.k).name, format_info(work.v).name);
+    const AttendParams& p = work.params;
+    if (p.k_basis.kind == BasisKind::calibrated || p.v_basis.kind == BasisKind::calibrated)
+      return "a latent cache with calibrated bases";
+  }
   for (const auto& [side, format] : {std::pair("k", work.k), std::pair("v", work.v)}) {
     if (format == Format::f32 || codec::is_lut(format)) return fmt::format("{} = {}", side, format_info(format).name);
   }
@@ -110,6 +117,50 @@ void take_eight_warps(const PlannedWork& work, const Offers& offers, Choice& cho
   const std::int64_t row_blocks = (work.most_rows() + four.rows() - 1) / four.rows();
   const std::int64_t others = encoded + work.pairs() * row_blocks * core::kDomains * eight->teams;
   choice.least_exact_cost = static_cast<int>(std::max<std::int64_t>(eight->teams, others / (blocks - exact) + 1)) + 1;
+}
+
+// Latents have one kernel, which needs compute capability 9.0; elsewhere the generic kernel serves.
+Status choose_latent(const PlannedWork& work, const Offers& offers, Choice& choice) {
+  if (!offers.has_decode) {
+    return {Code::unsupported,
+            fmt::format("latents and rotary keys of {} have no kernels in this build", work.head_dim_words())};
+  }
+  if (work.products == 8) {
+    return {Code::unsupported,
+            "products is 8, but the cache stores latents, which are not multiplied in 8 bits; leave it 0"};
+  }
+  if (work.fresh_keys) {
+    return {Code::unsupported,
+            "fresh_keys needs prefill kernels, and latents have none on a device: leave fresh_keys unset, and all "
+            "tokens are read from the cache"};
+  }
+  const std::string& asked = work.kernel;
+  const bool is_named = asked == core::kDecodeKernels || asked == core::kDecodeSm90;
+  if (!asked.empty() && !is_named && asked != core::kGenericKernels)
+    return refuse_kernel(
+        work, fmt::format("latents have the kernels {} and {} on a device", core::kDecodeSm90, core::kGenericKernels));
+  const auto found =
+      std::find_if(offers.decode.begin(), offers.decode.end(), [](const DecodeOffer& one) { return one.latent; });
+  std::string missing = generic_only(work);
+  if (!missing.empty()) {
+    missing += " has no other kernel";
+  } else if (found == offers.decode.end()) {
+    missing = fmt::format("{} has no other kernel of latents", pair_at(work));
+  } else {
+    missing = missing_of_several(*found, offers.limits);
+  }
+  if (asked == core::kGenericKernels || (!missing.empty() && !is_named)) {
+    choice.is_generic = true;
+    choice.why = missing.empty() ? "as asked for" : missing;
+    choice.ns = times::decode_ns(row_blocks_of(work, times::kGenericLatentRows), times::kGenericLatents,
+                                 offers.limits.multiprocessors);
+    return {};
+  }
+  if (!missing.empty()) return refuse_kernel(work, missing);
+  choice.decode = static_cast<int>(found - offers.decode.begin());
+  choice.ns = times::decode_ns(row_blocks_of(work, found->rows()), times::kLatents, offers.limits.multiprocessors);
+  choice.least_exact_cost = times::kLatentExactCost;
+  return {};
 }
 
 Status choose_decode(const PlannedWork& work, const Offers& offers, const Several& several, Choice& choice) {
@@ -344,7 +395,7 @@ std::string missing_of_hopper(const char* kind, int shared_bytes, bool has_code,
 }
 
 bool considers_prefill(const PlannedWork& work) {
-  if (work.kernel == core::kGenericKernels || !generic_only(work).empty()) return false;
+  if (work.is_latent() || work.kernel == core::kGenericKernels || !generic_only(work).empty()) return false;
   return work.fresh_keys || work.most_rows() >= times::kLeastPrefillRows ||
          (!work.kernel.empty() && !work.kernel.starts_with(core::kDecodeKernels));
 }
@@ -364,6 +415,10 @@ std::string tuned_words(const PlannedWork& work, const core::Tuning& tuning) {
 
 Result<Choice> choose(const PlannedWork& work, const Offers& offers) {
   Choice choice;
+  if (work.is_latent()) {
+    if (Status s = choose_latent(work, offers, choice); !s.ok()) return s;
+    return choice;
+  }
   if (const std::string missing = missing_of_byte_keys(work, offers.limits); !missing.empty())
     return Status{Code::unsupported, fmt::format("products is 8: {}; leave it 0", missing)};
   Several several = find_several(work, offers);

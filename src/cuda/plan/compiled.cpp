@@ -38,7 +38,7 @@ Status find_hopper_code(const void* function, int shared_bytes, const DeviceLimi
 Status find_decode(const PlannedWork& work, Compiled& found) {
   static const DecodeKernels kAll[] = {
 #define KVANT_ENTRY(width) decode_kernels<width>(),
-      KVANT_CUDA_EACH_OF_ATTEND(KVANT_ENTRY)
+      KVANT_CUDA_EACH_DECODE_WIDTH(KVANT_ENTRY)
 #undef KVANT_ENTRY
   };
   const auto all = std::find_if(std::begin(kAll), std::end(kAll),
@@ -55,9 +55,11 @@ Status find_decode(const PlannedWork& work, Compiled& found) {
                       .has_eight_warps = one.has_eight_warps(),
                       .by_group = one.by_group,
                       .half_weights = one.half_weights,
-                      .one_stage = one.one_stage};
+                      .one_stage = one.one_stage,
+                      .latent = one.latent};
     // Plans of few rows ask nothing of the driver.
-    if (one.by_group && (work.kernel == core::kDecodeSm90 || work.most_rows() >= times::kLeastGroupRows)) {
+    if (one.by_group &&
+        (one.latent || work.kernel == core::kDecodeSm90 || work.most_rows() >= times::kLeastGroupRows)) {
       if (Status s = find_hopper_code(one.function, one.shared_bytes[0], found.offers.limits, offer.has_code); !s.ok())
         return s;
     }

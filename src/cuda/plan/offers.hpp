@@ -23,6 +23,7 @@ struct DecodeOffer {
   bool half_weights = false;     // for several queries on any device
   bool one_stage = false;        // for both sides of a page: where the usual kernel does not fit
   bool has_code = true;          // for this device
+  bool latent = false;           // a kernel of latents
   [[nodiscard]] int rows() const { return 4 * column_tiles; }
   [[nodiscard]] const char* kind() const {
     return by_group ? core::kDecodeSm90 : half_weights ? core::kDecodeSm80 : core::kDecodeKernels;

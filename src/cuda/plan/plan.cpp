@@ -23,6 +23,7 @@ void set_options(const core::DevicePlanConfig& config, const PlannedPages& pages
   p.group_inverse = 1.0f / static_cast<float>(p.group);
   p.head_dim = config.head_dims.k;
   p.v_head_dim = config.head_dims.v;
+  p.latent = config.latent;
   p.logits = base::logit_rule<float>(o, std::numbers::log2e);  // upload() gives the device its slopes
   p.causal = o.mask.is_causal;
   p.window = static_cast<std::int32_t>(std::min<std::int64_t>(o.mask.window, 0x7FFFFFFF));
@@ -35,10 +36,12 @@ void set_options(const core::DevicePlanConfig& config, const PlannedPages& pages
     for (std::size_t i = 0; i < 4; ++i) p.mask.stride[i] = mask.shape[i] == 1 ? 0 : mask.stride[i];
   }
   p.k_basis = device_basis(pages.k_basis());
-  const bool is_plain = base::is_plain(p.logits);
-  p.seen_flags[core::kExact] = is_plain ? kSeen | kPlain : kSeen;
-  p.seen_flags[core::kEncoded] = is_plain && p.k_basis.kind != BasisKind::calibrated ? kSeen | kPlain : kSeen;
   p.v_basis = device_basis(pages.v_basis());
+  const bool is_plain = base::is_plain(p.logits);
+  // A calibrated basis adds a number to all scores of a row.
+  const bool adds = p.k_basis.kind == BasisKind::calibrated || (p.latent && p.v_basis.kind == BasisKind::calibrated);
+  p.seen_flags[core::kExact] = is_plain ? kSeen | kPlain : kSeen;
+  p.seen_flags[core::kEncoded] = is_plain && !adds ? kSeen | kPlain : kSeen;
 }
 
 void set_fresh(AttendParams& p, const core::FreshRows& fresh) {

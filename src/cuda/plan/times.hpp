@@ -139,6 +139,11 @@ constexpr BlockTimes group_times(int head_dim, Format k, int rows) {
                     : BlockTimes{page * kGroup64 / 100, kGroup64Rows.at(head_dim), kGroupStart};
 }
 
+// Blocks of 64 rows of latents of 512 with rotary keys of 64 (decode_latent/kernel.cuh), and blocks of the generic
+// kernel over them. An exact page takes as long as so many others.
+inline constexpr BlockTimes kLatents = {4600, 8000, 15000}, kGenericLatents = {60000, 20000, 15000};
+inline constexpr int kGenericLatentRows = 16, kLatentExactCost = 3;
+
 // The demand of one page on a multiprocessor, in one row block or tile. Either of the two may take the most time.
 struct PageDemand {
   double products = 0;  // operations of 16-bit products of warps

@@ -27,10 +27,15 @@ struct PlannedWork {
 
   [[nodiscard]] int head_dim() const { return params.head_dim; }                              // the tensors'
   [[nodiscard]] int stored_head_dim() const { return params.cache.encoded_layout.head_dim; }  // a key's
-  [[nodiscard]] int width() const { return width_of(params.cache.encoded_layout); }
-  // "192", or "192/128" of keys and values
+  [[nodiscard]] bool is_latent() const { return params.latent; }
+  [[nodiscard]] int width() const {
+    const codec::PageLayout& layout = params.cache.encoded_layout;
+    return is_latent() ? latent_width_of({layout.k.head_dim, layout.v.head_dim}) : width_of(layout);
+  }
+  // "192", "192/128" of keys and values, or "512+64" of latents and rotary keys
   [[nodiscard]] std::string head_dim_words() const {
     const std::string keys = std::to_string(params.head_dim);
+    if (is_latent()) return std::to_string(params.v_head_dim) + "+" + keys;
     return params.v_head_dim == params.head_dim ? keys : keys + "/" + std::to_string(params.v_head_dim);
   }
   [[nodiscard]] int kv_heads() const { return params.cache.kv_heads; }

@@ -16,11 +16,14 @@ inline const Instances& instances() {
 #define KVANT_ENTRY(width) dims_of(width),
   static const std::vector<codec::HeadDims> kWidths = {KVANT_CUDA_EACH_UNEQUAL_WIDTH(KVANT_ENTRY)};
 #undef KVANT_ENTRY
+#define KVANT_ENTRY(width) dims_of(width),
+  static const std::vector<codec::HeadDims> kLatents = {KVANT_CUDA_EACH_OF_LATENT(KVANT_ENTRY)};
+#undef KVANT_ENTRY
 #define KVANT_ENTRY(k, v) FormatPair{Format::k, Format::v},
   static const std::vector<FormatPair> kPairs = {KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)};
   static const std::vector<FormatPair> kOthers = {KVANT_CUDA_EACH_OTHER_PAIR(KVANT_ENTRY)};
 #undef KVANT_ENTRY
-  static const Instances kInstances = {kHeadDims, kWidths, kPairs, kOthers, KVANT_CUDA_PAIRS};
+  static const Instances kInstances = {kHeadDims, kWidths, kLatents, kPairs, kOthers, KVANT_CUDA_PAIRS};
   return kInstances;
 }
 

@@ -233,6 +233,15 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32
 #endif
   } while (done == 0);
 }
+// Whether the phase has ended, for the whole warp alike.
+__device__ __forceinline__ bool mbarrier_test(std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return __shfl_sync(~0u, done, 0) != 0;
+}
 
 #if __CUDA_ARCH__ >= 900
 // 9.7.13.13 griddepcontrol

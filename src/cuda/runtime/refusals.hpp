@@ -17,10 +17,11 @@ struct FormatPair {
 
 struct Instances {
   std::span<const int> head_dims;
-  std::span<const codec::HeadDims> widths;  // where keys and values have different head_dims
-  std::span<const FormatPair> pairs;        // with attention kernels
-  std::span<const FormatPair> others;       // that KVANT_CUDA_PAIRS left out
-  const char* option;                       // KVANT_CUDA_PAIRS
+  std::span<const codec::HeadDims> widths;   // where keys and values have different head_dims
+  std::span<const codec::HeadDims> latents;  // rotary keys and latents
+  std::span<const FormatPair> pairs;         // with attention kernels
+  std::span<const FormatPair> others;        // that KVANT_CUDA_PAIRS left out
+  const char* option;                        // KVANT_CUDA_PAIRS
 };
 
 inline std::string pair_name(const FormatPair& pair) {

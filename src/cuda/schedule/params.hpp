@@ -51,8 +51,10 @@ struct AttendParams {
   // Entries that first_entries has; 0: a launch in the stream makes the entries; kLeft: one of this run has made them.
   int known_entries;
   int q_heads, group, head_dim, v_head_dim;  // the tensors'; stored vectors may be padded
-  int row_blocks;                            // those of the sequence with the most rows
-  int rows;                                  // in a block, 1 << row_bits
+  bool latent;  // values are latents: the first v_head_dim elements of a query are multiplied with these, the rest with
+                // keys
+  int row_blocks;  // those of the sequence with the most rows
+  int rows;        // in a block, 1 << row_bits
   int row_bits;
   float group_inverse;
   core::StridedRows q;

@@ -8,6 +8,7 @@
 #include "core/fmt.hpp"
 #include "cuda/decode/kernels.hpp"
 #include "cuda/decode/shape.hpp"
+#include "cuda/decode_latent/shape.hpp"
 #include "cuda/prefill_dense/kernels.hpp"
 #include "cuda/prefill_sm80/kernels.hpp"
 #include "cuda/prefill_sm90/kernels.hpp"
@@ -69,6 +70,20 @@ template <Format K, Format V, int kWidth, int kTiles>
 TableEntry group_entry() {
   return entry_of<Group<K, V, kWidth, kTiles>>();
 }
+template <Format K, Format V, int kWidth>
+TableEntry latent_entry() {
+  using S = latent::Shape<kWidth, K, V>;
+  return {kWidth,
+          {.k = K,
+           .v = V,
+           .column_tiles = S::kRows / 4,
+           .function = fake_kernel(core::kDecodeSm90, kWidth),
+           .shared_bytes = {S::kBytes, S::kBytes, S::kBytes},
+           .team = S::kThreads / 32,
+           .teams = 1,
+           .by_group = true,
+           .latent = true}};
+}
 
 std::vector<AttendKernel> kernels_of_width(int width) {
   static const TableEntry kTable[] = {
@@ -90,7 +105,7 @@ std::vector<AttendKernel> kernels_of_width(int width) {
     const MergeKernel merge{fake_kernel("merge", value_dim(width)), 0, 1};     \
     return {width, kKernels, kKernels[0], {merge, merge}};                     \
   }
-KVANT_CUDA_EACH_OF_ATTEND(KVANT_DEFINE)
+KVANT_CUDA_EACH_DECODE_WIDTH(KVANT_DEFINE)
 #undef KVANT_DEFINE
 
 Status failed(const char* call, cudaError_t) {
