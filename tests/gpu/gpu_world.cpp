@@ -173,8 +173,15 @@ GpuWorld::GpuWorld(WorldSpec spec, int device)
   }
 }
 
+// Rotary keys and latents with a kernel of their own: kvant_cuda_latent in src/cuda/instances.cmake.
+constexpr std::pair<const char*, const char*> kLatentPairs[] = {{"tq8", "tq4"},   {"tq8", "tq6"}, {"tq8", "tq8"},
+                                                                {"tq8", "tq5"},   {"tq4", "tq4"}, {"fp8", "fp8"},
+                                                                {"bf16", "bf16"}, {"f16", "f16"}};
+
 bool GpuWorld::is_generic_only() const {
   const CacheConfig& c = cache.config();
+  const auto is_of_cache = [&](const auto& pair) { return host.spec.k == pair.first && host.spec.v == pair.second; };
+  if (host.spec.latent && (!why_no_sm90().empty() || std::ranges::none_of(kLatentPairs, is_of_cache))) return true;
   const bool has_exact = c.sink_pages > 0 || c.tail_pages > 0;
   return is_generic_format(c.k) || is_generic_format(c.v) || (has_exact && c.exact == Dtype::f32);
 }
@@ -278,10 +285,7 @@ bool GpuWorld::serves(const std::string& kind) const {
   const WorldSpec& s = host.spec;
   const bool is_dense = s.k == "bf16" || s.k == "f16", same = s.k == s.v;
   if (is_generic_only()) return false;
-  if (s.latent) {  // both sides have codes, or neither
-    const auto dense = [](const std::string& format) { return format == "bf16" || format == "f16"; };
-    return kind == core::kDecodeSm90 && dense(s.k) == dense(s.v) && why_no_sm90().empty();
-  }
+  if (s.latent) return kind == core::kDecodeSm90;
   if (host.v_dim() != s.head_dim)  // nothing else reads pages of two head_dims
     return kind == core::kDecodeSm80 && s.k == s.v && (s.k == "tq4" || s.k == "tq8");
   if ((kind == core::kDecodeSm90 || kind == core::kPrefillSm90) && !why_no_sm90().empty()) return false;
@@ -302,8 +306,8 @@ bool GpuWorld::unpacked_serves(const AttentionOptions& base, const Placement& pl
   const auto whole = [](std::int64_t elements) { return elements % 8 == 0; };
   const WorldSpec& s = host.spec;
   const auto rotated = [](const std::string& format) { return format.rfind("tq", 0) == 0; };
-  const bool before_decode = host.v_dim() != s.head_dim && !base.fresh_keys && !is_generic_only() && !s.key_bases &&
-                             !s.value_bases && (s.k == s.v || (rotated(s.k) && rotated(s.v)));
+  const bool before_decode = host.v_dim() != s.head_dim && !s.latent && !base.fresh_keys && !is_generic_only() &&
+                             !s.key_bases && !s.value_bases && (s.k == s.v || (rotated(s.k) && rotated(s.v)));
   return why_no_sm90().empty() && base.mask.tensor.data == nullptr && placement.q_dtype != Dtype::f32 &&
          whole(host.spec.head_dim) && cache.impl().stored_dims().k <= 256 && whole(placement.offset) &&
          whole(placement.token_padding) && whole(placement.head_padding) &&
