@@ -183,6 +183,8 @@ Status run_bench_command(const BenchArguments& a, bool is_op_given) {
   const bool on_device = a.backend == "cuda";
   const int device = device_number(a.device);
   if (on_device) {
+    if (!a.latents.empty() && a.op != "decode")
+      usage(fmt::format("--latent: {} over latents is measured on the CPU; leave out --backend cuda", a.op));
     if (a.isas != std::vector<std::string>{""}) usage("--isa: CPU kernels; leave it out with --backend cuda");
     if (a.threads != std::vector<int>{0}) usage("--threads: of the CPU; leave it out with --backend cuda");
   } else if (!a.device.empty()) {
