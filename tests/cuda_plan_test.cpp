@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "cuda/mask/classify.hpp"
+#include "cuda/prefill_unpacked/left.hpp"
 #include "cuda/prefill_unpacked/unpack.hpp"
-#include "cuda/schedule/left.hpp"
 #include "cuda/schedule/list.hpp"
 #include "support/cuda_choices.hpp"
 

@@ -32,10 +32,10 @@ class Cache:
         device head_dim is 1 to 512, and 64, 96, 128, 192, 256 and 512 are stored as they are.
     v_head_dim: the numbers of a value, and of an output, where they are not as many as those of a key and a query;
         0: head_dim. On a device both are the same, or 192 and 128.
-    latent, rope: a latent cache, of multi-head latent attention, on the CPU: the numbers of a token's latent and of
-        its rotary key, which all query heads share. Calls take rotary keys as keys and latents as values, queries of
-        latent + rope numbers in this order, and give outputs of `latent`; plans need the model's scale. kv_heads,
-        head_dim and v_head_dim follow. 0: keys and values of heads.
+    latent, rope: a latent cache, of multi-head latent attention (on a device 512 and 64): the numbers of a token's
+        latent and of its rotary key, which all query heads share. Calls take rotary keys as keys and latents as values,
+        queries of latent + rope numbers in this order, and give outputs of `latent`; plans need the model's scale.
+        kv_heads, head_dim and v_head_dim follow. 0: keys and values of heads.
     k, v: formats of keys and values; `kvant.formats()` lists them. k = None: tq6, about 5 bits a value with tq4;
         tq8 for the rotary keys of a latent cache.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken at once, so a cache
@@ -213,10 +213,10 @@ class Pages:
         device head_dim is 1 to 512, and 64, 96, 128, 192, 256 and 512 are stored as they are.
     v_head_dim: the numbers of a value, and of an output, where they are not as many as those of a key and a query;
         0: head_dim. On a device both are the same, or 192 and 128.
-    latent, rope: a latent cache, of multi-head latent attention, on the CPU: the numbers of a token's latent and of
-        its rotary key, which all query heads share. Calls take rotary keys as keys and latents as values, queries of
-        latent + rope numbers in this order, and give outputs of `latent`; plans need the model's scale. kv_heads,
-        head_dim and v_head_dim follow. 0: keys and values of heads.
+    latent, rope: a latent cache, of multi-head latent attention (on a device 512 and 64): the numbers of a token's
+        latent and of its rotary key, which all query heads share. Calls take rotary keys as keys and latents as values,
+        queries of latent + rope numbers in this order, and give outputs of `latent`; plans need the model's scale.
+        kv_heads, head_dim and v_head_dim follow. 0: keys and values of heads.
     k, v: formats of keys and values; `kvant.formats()` lists them. k = None: tq6, about 5 bits a value with tq4;
         tq8 for the rotary keys of a latent cache.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken at once, so a cache

@@ -218,9 +218,9 @@ NAMES = {
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>": "other",
 }
 KIND_OF_FOLDER = {  # of src/cuda
-    "append": "write", "decode": "attention", "prefill_sm80": "attention", "prefill_sm90": "attention",
-    "prefill_dense": "attention", "prefill_unpacked": "attention", "merge": "merge", "blocks": "step", "store": "step",
-    "mask": "step", "read_back": "step", "schedule": "step",
+    "append": "write", "decode": "attention", "decode_latent": "attention", "prefill_sm80": "attention",
+    "prefill_sm90": "attention", "prefill_dense": "attention", "prefill_unpacked": "attention", "merge": "merge",
+    "blocks": "step", "store": "step", "mask": "step", "read_back": "step", "schedule": "step",
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@
 #include "core/fmt.hpp"
 #include "cuda/plan/kernels_of.hpp"
 #include "cuda/plan/stages/stage.hpp"
-#include "cuda/schedule/left.hpp"
+#include "cuda/prefill_unpacked/left.hpp"
 #include "cuda/schedule/schedule.hpp"
 
 namespace kvant::cuda {

@@ -1,4 +1,4 @@
-#include "cuda/schedule/left.hpp"
+#include "cuda/prefill_unpacked/left.hpp"
 
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/runtime.hpp"
