@@ -169,7 +169,8 @@ struct Attend {
   // --- between the products: weights.cuh ---
 
   __device__ __forceinline__ void transform_seen(const Part& part, int page, float (&s)[S::kTokenTiles][NT][2]) const;
-  __device__ __forceinline__ float transform_one(const Part& part, int r, std::int64_t key, float x) const;
+  __device__ __forceinline__ float transform_one(const Part& part, const base::Visibility& rule, int r, int query,
+                                                 int q_head, std::int64_t key, float x) const;
   template <int TW>
   __device__ __forceinline__ void transform(const Part& part, int page, float (&s)[4 / TW][NT][2]) const;
 

@@ -147,6 +147,7 @@ struct TileConsumer : TileBlock<S> {
       return;
     }
     // Rolled up, through local memory.
+    const base::Visibility rule = visibility(p);
     float copy[32];
     each_score(s, [&](float x, int j, int h, int e) { copy[(2 * j + e) * 2 + h] = x; });
 #pragma unroll 1
@@ -154,9 +155,9 @@ struct TileConsumer : TileBlock<S> {
       const int r = row_at(i % 2), key = i / 2;
       int q_head;
       // Rows without a query see all, so that they are not looked at again in each page.
-      copy[i] = this->query_of(part, r, q_head) < 0
-                    ? 0.0f
-                    : this->transform_one(part, r, first + key / 2 * 8 + key % 2, copy[i]);
+      const int query = this->query_of(part, r, q_head);
+      copy[i] =
+          query < 0 ? 0.0f : this->transform_one(part, rule, r, query, q_head, first + key / 2 * 8 + key % 2, copy[i]);
     }
     each_score(s, [&](float& x, int j, int h, int e) { x = copy[(2 * j + e) * 2 + h]; });
   }

@@ -31,12 +31,11 @@ __device__ __forceinline__ void Attend<S>::transform_seen(const Part& part, int 
   }
 }
 
-// The score of row r and a key, in log2 units, with logit transforms and visibility.
+// The score of row r, which is `query`'s and `q_head`'s, and a key, in log2 units, with logit transforms and visibility.
+// (Callers find query and rule: found here, they take usual kernels up to 60 bytes of spills.)
 template <class S>
-__device__ __forceinline__ float Attend<S>::transform_one(const Part& part, int r, std::int64_t key, float x) const {
-  const base::Visibility rule = visibility(p);
-  int q_head;
-  const int query = query_of(part, r, q_head);
+__device__ __forceinline__ float Attend<S>::transform_one(const Part& part, const base::Visibility& rule, int r,
+                                                          int query, int q_head, std::int64_t key, float x) const {
   const std::int64_t position = part.length - part.q_len + query;
   if (part.domain == core::kEncoded) x += info->center[r];
   base::transform_logits<LogitVerbs>(
@@ -64,10 +63,14 @@ __device__ __forceinline__ void Attend<S>::transform(const Part& part, int page,
 #pragma unroll
     for (int k = 0; k < L::kTokens; ++k) copy[n * L::kTokens + k] = s[k / 2][n][k % 2];
   }
+  const base::Visibility rule = visibility(p);
 #pragma unroll 1
   for (int at = 0; at < NT * L::kTokens; ++at) {
+    const int r = 4 * (at / L::kTokens) + t;
+    int q_head;
+    const int query = query_of(part, r, q_head);
     const std::int64_t key = page * kPageTokens + 8 * g + L::kTokens * member + at % L::kTokens;
-    copy[at] = transform_one(part, 4 * (at / L::kTokens) + t, key, copy[at]);
+    copy[at] = transform_one(part, rule, r, query, q_head, key, copy[at]);
   }
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
