@@ -31,7 +31,7 @@ __device__ __forceinline__ void Attend<S>::transform_seen(const Part& part, int 
   }
 }
 
-// The score of row r, which is `query`'s and `q_head`'s, and a key, in log2 units, with logit transforms and visibility.
+// The score of row r, of `query` and `q_head`, and a key, in log2 units, with logit transforms and visibility.
 // (Callers find query and rule: found here, they take usual kernels up to 60 bytes of spills.)
 template <class S>
 __device__ __forceinline__ float Attend<S>::transform_one(const Part& part, const base::Visibility& rule, int r,
