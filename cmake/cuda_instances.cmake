@@ -15,17 +15,22 @@ macro(kvant_cuda_head_dim head_dim tiles)
   set(kvant_cuda_tiles_at_${head_dim} ${tiles})
 endmacro()
 
+# Each of these head_dims has a line before that of `what`.
+function(kvant_cuda_have_head_dims what)
+  foreach(head_dim ${ARGN})
+    if(NOT head_dim IN_LIST kvant_cuda_head_dims)
+      message(FATAL_ERROR "src/cuda/instances.cmake: ${what}: head_dim ${head_dim} has no line before, and its kernels "
+        "store and merge vectors of this size")
+    endif()
+  endforeach()
+endfunction()
+
 macro(kvant_cuda_width width tiles)
   if(NOT "${width}/${tiles}" MATCHES "^([0-9]+)/([0-9]+)/(most|few)$")
     message(FATAL_ERROR "src/cuda/instances.cmake: kvant_cuda_width(${width} ${tiles}): write KEYS/VALUES, and most or "
       "few")
   endif()
-  foreach(head_dim ${CMAKE_MATCH_1} ${CMAKE_MATCH_2})
-    if(NOT head_dim IN_LIST kvant_cuda_head_dims)
-      message(FATAL_ERROR "src/cuda/instances.cmake: kvant_cuda_width(${width} ..): head_dim ${head_dim} has no line "
-        "before, and its kernels store and merge vectors of this size")
-    endif()
-  endforeach()
+  kvant_cuda_have_head_dims("kvant_cuda_width(${width} ..)" ${CMAKE_MATCH_1} ${CMAKE_MATCH_2})
   list(APPEND kvant_cuda_widths ${width})
   set(kvant_cuda_tiles_at_${width} ${tiles})
 endmacro()
@@ -35,12 +40,7 @@ macro(kvant_cuda_latent width pairs)
     message(FATAL_ERROR "src/cuda/instances.cmake: kvant_cuda_latent(${width} ${pairs}): write LATENT+ROPE, and pairs "
       "of formats as tq8/tq4,tq8/tq6")
   endif()
-  foreach(head_dim ${CMAKE_MATCH_1} ${CMAKE_MATCH_2})
-    if(NOT head_dim IN_LIST kvant_cuda_head_dims)
-      message(FATAL_ERROR "src/cuda/instances.cmake: kvant_cuda_latent(${width}): head_dim ${head_dim} has no line "
-        "before, and its kernels store and merge vectors of this size")
-    endif()
-  endforeach()
+  kvant_cuda_have_head_dims("kvant_cuda_latent(${width} ..)" ${CMAKE_MATCH_1} ${CMAKE_MATCH_2})
   list(APPEND kvant_cuda_latents ${width})
   set(kvant_cuda_pairs_of_${width} ${pairs})
 endmacro()

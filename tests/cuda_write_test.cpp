@@ -98,25 +98,30 @@ namespace {
 
 constexpr std::int32_t kSequences = 600, kPages = 8;
 
-std::unique_ptr<core::DeviceCache> make(Format k, Format v, codec::HeadDims dims, ExactEnds ends = {1, 1}) {
+core::DeviceCacheConfig config_of(Format k, Format v, codec::HeadDims dims) {
   const codec::HeadDims stored = dims.k == 100 ? codec::HeadDims{128, 128} : dims;
+  core::DeviceCacheConfig c;
+  c.encoded = codec::page_layout(k, v, stored, codec::is_lut(v) ? 2 : 1);
+  c.exact = codec::page_layout(Format::bf16, Format::bf16, stored);
+  c.layers = c.kv_heads = 2;
+  c.head_dims = dims;
+  c.encoded_slots = c.exact_slots = 2;
+  c.max_sequences = kSequences;
+  c.max_pages = kPages;
+  c.ends = {1, 1};
+  c.exact_dtype = Dtype::f16;
+  c.k_basis = BasisKind::hadamard;
+  return c;
+}
+
+std::unique_ptr<core::DeviceCache> make(const core::DeviceCacheConfig& config) {
   seen = {};
-  return make_cache({.encoded = codec::page_layout(k, v, stored, codec::is_lut(v) ? 2 : 1),
-                     .exact = codec::page_layout(Format::bf16, Format::bf16, stored),
-                     .layers = 2,
-                     .kv_heads = 2,
-                     .head_dims = dims,
-                     .encoded_slots = 2,
-                     .exact_slots = 2,
-                     .max_sequences = kSequences,
-                     .max_pages = kPages,
-                     .ends = {ends.sink_pages, ends.tail_pages},
-                     .exact_dtype = Dtype::f16,
-                     .k_basis = BasisKind::hadamard,
-                     .v_basis = BasisKind::none,
-                     .k_levels = {},
-                     .v_levels = {}})
-      .value();
+  return make_cache(config).value();
+}
+std::unique_ptr<core::DeviceCache> make(Format k, Format v, codec::HeadDims dims, ExactEnds ends = {1, 1}) {
+  core::DeviceCacheConfig c = config_of(k, v, dims);
+  c.ends = {ends.sink_pages, ends.tail_pages};
+  return make(c);
 }
 
 TEST(CudaTables, TheNewestChangeOfAnEntryIsSent) {
@@ -293,24 +298,11 @@ TEST(CudaReads, ACalibratedBasisIsThatOfTheLayer) {
       list->push_back({std::vector(64, n), std::vector(64 * 64, n + 10), std::vector(64 * 64, n + 20)});
     }
   }
-  seen = {};
-  const codec::HeadDims dims{64, 64};
-  const auto cache = make_cache({.encoded = codec::page_layout(Format::tq6, Format::tq4, dims),
-                                 .exact = codec::page_layout(Format::bf16, Format::bf16, dims),
-                                 .layers = 2,
-                                 .kv_heads = 2,
-                                 .head_dims = dims,
-                                 .encoded_slots = 2,
-                                 .exact_slots = 2,
-                                 .max_sequences = 1,
-                                 .max_pages = 1,
-                                 .ends = {1, 1},
-                                 .k_basis = BasisKind::calibrated,
-                                 .v_basis = BasisKind::hadamard,
-                                 .bases = &bases,
-                                 .k_levels = {},
-                                 .v_levels = {}})
-                         .value();
+  core::DeviceCacheConfig config = config_of(Format::tq6, Format::tq4, {64, 64});
+  config.k_basis = BasisKind::calibrated;
+  config.v_basis = BasisKind::hadamard;
+  config.bases = &bases;
+  const auto cache = make(config);
   alignas(16) std::byte rows[16];
   const TensorView t = TensorView::contiguous(rows, Dtype::bf16, 1, 2, 64);
   const MutableTensorView out{rows, Dtype::bf16, {1, 2, 64}, {128, 64, 1}, 0};

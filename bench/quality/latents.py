@@ -15,9 +15,7 @@ import argparse
 from typing import Any
 
 import torch
-from kl import read
-from peers import Once, Peer, e4m3, exact_cache, run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from peers import Once, Peer, e4m3, exact_cache, model_and_ids, run
 from transformers.cache_utils import DynamicLayer
 
 import kvant
@@ -65,11 +63,10 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=2000)
     parser.add_argument("--step", type=int, default=32, help="tokens that are fed at a time")
     parser.add_argument("--threads", type=int, default=1)
+    parser.set_defaults(quick=False)
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
-    model = AutoModelForCausalLM.from_pretrained(a.folder, dtype=torch.float32).eval()
-    ids = AutoTokenizer.from_pretrained(a.folder)(read(a.text)[: 8 * a.positions], return_tensors="pt").input_ids
-    ids = ids[:, : a.positions + 1]
+    model, ids = model_and_ids(a)
     with torch.no_grad():
         first = exact_cache(model, ids[:, :32]).layers[0]
     sizes = first.keys.shape[-1], first.values.shape[-1]

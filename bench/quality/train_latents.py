@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""A small model with latent attention (MLA), trained on Python code for minutes on a GPU, for kl.py and peers.py.
+"""A small model with latent attention (MLA), trained on Python code for minutes on a GPU, for latents.py.
 
     python bench/quality/train_latents.py FOLDER --seconds 120
-    python bench/quality/kl.py FOLDER tq6/tq8 tq4/tq8 --text code --k-centre none      # latents / rotary keys
+    python bench/quality/latents.py FOLDER
 
 No large model of this kind fits a small machine. This one has the attention of DeepSeek V2 (latents of 512 numbers and
 rotary keys of 64, arXiv 2405.04434, section 2.1), 6 layers without experts, and bytes as tokens. The text is every

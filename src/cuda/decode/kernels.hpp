@@ -30,6 +30,22 @@ struct AttendKernel {
   [[nodiscard]] constexpr bool has_eight_warps() const { return team * teams > kAttendWarps; }  // for short work
 };
 
+/// The kernel that `function` is, of a Shape (shape.hpp).
+template <class S>
+constexpr AttendKernel kernel_of(const void* function) {
+  return {.k = S::kKeyFormat,
+          .v = S::kValueFormat,
+          .column_tiles = S::kColumnTiles,
+          .function = function,
+          .shared_bytes = {S::kShared.bytes[0], S::kShared.bytes[1], S::kShared.bytes[2]},
+          .team = S::kTeam,
+          .teams = S::kTeams,
+          .by_group = S::kByGroup,
+          .half_weights = S::kHalfWeights,
+          .one_stage = S::kOneStage,
+          .has_producer = S::kByTiles};
+}
+
 // Merges the partials of a row of queries and head, a block or a cluster of blocks each.
 struct MergeKernel {
   const void* function;  // takes an AttendParams

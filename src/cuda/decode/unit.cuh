@@ -10,17 +10,7 @@ namespace kvant::cuda {
 
 template <class S>
 AttendKernel entry_of(void (*kernel)(AttendParams)) {
-  return {.k = S::kKeyFormat,
-          .v = S::kValueFormat,
-          .column_tiles = S::kColumnTiles,
-          .function = reinterpret_cast<const void*>(kernel),
-          .shared_bytes = {S::kShared.bytes[0], S::kShared.bytes[1], S::kShared.bytes[2]},
-          .team = S::kTeam,
-          .teams = S::kTeams,
-          .by_group = S::kByGroup,
-          .half_weights = S::kHalfWeights,
-          .one_stage = S::kOneStage,
-          .has_producer = S::kByTiles};
+  return kernel_of<S>(reinterpret_cast<const void*>(kernel));
 }
 template <Format KF, Format VF, int kWidth, int NT>
 AttendKernel attend_entry() {

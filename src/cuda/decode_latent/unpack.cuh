@@ -108,6 +108,18 @@ struct Unpacker : Block<S> {
     return fabsf(x) < __builtin_huge_valf();
   }
 
+  // The constants that codes of F are unpacked with, in registers.
+  template <Format F>
+  __device__ __forceinline__ static Constants<F> constants_of() {
+    Constants<F> constants{};
+    if constexpr (codec::is_tq(F)) {
+      std::uint32_t words[kConstantWords];
+      Constants<F>::put(words);
+      constants.t0 = words[0], constants.t2 = words[1], constants.signs = words[2], constants.one = words[3];
+    }
+    return constants;
+  }
+
   // All that a thread needs of a page is on its way at once, and before the page's stage is empty.
   __device__ __forceinline__ void take_coded(const codec::PageLayout& layout, const std::byte* block, int page,
                                              int flags) {
@@ -180,12 +192,7 @@ struct Unpacker : Block<S> {
       const bool is_bad = (bad[token / 32] >> token % 32 & 1u) != 0;
       take_keys(key_unit_codes, token < 32 ? a : b, is_bad, is_centred, 1.0f / key_unit);
     }
-    Constants<VF> constants{};
-    if constexpr (codec::is_tq(VF)) {
-      std::uint32_t words[kConstantWords];
-      Constants<VF>::put(words);
-      constants.t0 = words[0], constants.t2 = words[1], constants.signs = words[2], constants.one = words[3];
-    }
+    const Constants<VF> constants = constants_of<VF>();
 #pragma unroll
     for (int number = 0; number < kUnits; ++number) {
       if (kAtOnce < kUnits && number == kAtOnce) load(kAtOnce);
@@ -236,12 +243,7 @@ struct Unpacker : Block<S> {
     if (KF == Format::fp8) scale *= 256.0f;
     const float* const centre = facts.centre[pages.stage()] + 32 * piece;
     const float of_centre = has_centre ? inverse : 0.0f;
-    Constants<KF> constants{};
-    if constexpr (codec::is_tq(KF)) {
-      std::uint32_t words[kConstantWords];
-      Constants<KF>::put(words);
-      constants.t0 = words[0], constants.t2 = words[1], constants.signs = words[2], constants.one = words[3];
-    }
+    const Constants<KF> constants = constants_of<KF>();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       std::uint32_t pairs[8];

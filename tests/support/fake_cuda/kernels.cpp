@@ -33,21 +33,10 @@ struct TableEntry {
 template <class S>
 TableEntry entry_of() {
   const int width = width_of(codec::HeadDims{S::kHeadDim, S::kValueDim});
-  return {width,
-          {.k = S::kKeyFormat,
-           .v = S::kValueFormat,
-           .column_tiles = S::kColumnTiles,
-           .function = fake_kernel(S::kHalfWeights ? core::kDecodeSm80
-                                   : S::kByGroup   ? core::kDecodeSm90
-                                                   : core::kDecodeKernels,
-                                   width),
-           .shared_bytes = {S::kShared.bytes[0], S::kShared.bytes[1], S::kShared.bytes[2]},
-           .team = S::kTeam,
-           .teams = S::kTeams,
-           .by_group = S::kByGroup,
-           .half_weights = S::kHalfWeights,
-           .one_stage = S::kOneStage,
-           .has_producer = S::kByTiles}};
+  return {width, kernel_of<S>(fake_kernel(S::kHalfWeights ? core::kDecodeSm80
+                                          : S::kByGroup   ? core::kDecodeSm90
+                                                          : core::kDecodeKernels,
+                                          width))};
 }
 // The functions that the tables of decode kernels call.
 template <Format K, Format V, int kWidth, int kTiles>
@@ -128,6 +117,7 @@ std::vector<Kernel> kernels_of_unit() {
 #undef KVANT_ENTRY
   return all;
 }
+// A unit of the namespace in which the macro stands.
 #define KVANT_DEFINE(head_dim)                                               \
   template <>                                                                \
   std::span<const Kernel> kernels<head_dim>() {                              \
@@ -135,7 +125,6 @@ std::vector<Kernel> kernels_of_unit() {
     return kKernels;                                                         \
   }
 KVANT_CUDA_EACH_OF_PREFILL(KVANT_DEFINE)
-#undef KVANT_DEFINE
 
 namespace sm80 {
 
@@ -157,12 +146,6 @@ std::vector<Kernel> kernels_of_unit() {
 #undef KVANT_ENTRY
   return all;
 }
-#define KVANT_DEFINE(head_dim)                                               \
-  template <>                                                                \
-  std::span<const Kernel> kernels<head_dim>() {                              \
-    static const std::vector<Kernel> kKernels = kernels_of_unit<head_dim>(); \
-    return kKernels;                                                         \
-  }
 KVANT_CUDA_EACH_OF_PREFILL_SM80(KVANT_DEFINE)
 #undef KVANT_DEFINE
 
