@@ -258,6 +258,10 @@ class Handler:
             self.raised = self.kind("of the handler")
             raise self.raised
 
+    def forget(self) -> None:
+        """Drops the last exceptions, and with them the frames of the call that they stopped."""
+        self.kept = self.raised = None
+
 
 def count_loss(found: Found, error: BaseException) -> None:
     """error: that did not arrive."""
@@ -288,8 +292,9 @@ def leftovers(found: Found, call: Call, printed: list) -> None:
         found.files += sum(".tmp" in name for name in os.listdir(call.folder))
 
 
-def orphans(call: Call) -> int:
+def orphans(call: Call, handler: Handler) -> int:
     """Sequences that the library has and nobody else."""
+    handler.forget()  # frames of the last call have sequences that the library may not have made yet
     gc.collect()  # one that goes between the two counts would be counted as less than none
     count = 0
     for cache in call.caches():
@@ -356,7 +361,7 @@ class Session:
     def __exit__(self, *_: Any) -> None:
         signal.signal(NUMBER, self._old[0])
         sys.unraisablehook = self._old[1]
-        self.handler.kept = self.handler.raised = None  # which has the frames of the last call, and their sequences
+        self.handler.forget()
 
     def randomly(self, call: Call, moments: int, seed: int = 0) -> Found:
         """A timer's signals at random times within the call."""
@@ -385,7 +390,7 @@ class Session:
             note(found, call, name, handler, states, self.printed)
             leftovers(found, call, self.printed)
         call.begin()
-        found.orphans = orphans(call)
+        found.orphans = orphans(call, handler)
         return found
 
     def exactly(self, call: Call, gap: int = 0, stride: int = 1) -> Found:
@@ -412,7 +417,7 @@ class Session:
             note(found, call, name, handler, states, self.printed)
             leftovers(found, call, self.printed)
         call.begin()
-        found.orphans = orphans(call)
+        found.orphans = orphans(call, handler)
         return found
 
 
