@@ -274,10 +274,8 @@ class LatentBackend(KvantBackend):
     @classmethod
     def _without_kernels(cls, device, head_size: int, kv_cache_dtype, dtype) -> str | None:
         if dtype == torch.float32:
-            return "kvant's kernels of latents take queries in 16 bits: choose --dtype bfloat16 or float16"
-        sizes = [f"{latent} + {rope}" for latent, rope in device["latents"]]
-        if head_size not in map(sum, device["latents"]):
-            return f"kvant has no CUDA kernels for {head_size} numbers of a latent and a rotary key: it has " + (
-                ", ".join(sizes) or "none"
-            )
-        return None
+            return "vLLM's kernels for prompts of latent attention take 16 bits: choose --dtype bfloat16 or float16"
+        if head_size in map(sum, device["latents"]):
+            return None
+        sizes = ", ".join(f"{latent} + {rope}" for latent, rope in device["latents"]) or "none"
+        return f"kvant has no CUDA kernels for {head_size} numbers of a latent and a rotary key: it has {sizes}"

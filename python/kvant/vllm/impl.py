@@ -15,7 +15,7 @@ _reserved: set[Layer] = set()
 
 
 class ImplOfKvant(LayerOfKvant):
-    """What impls of all kinds of layers have: pages, exact copies, and the memory of both."""
+    """The part that impls of all kinds of layers have in common: pages, exact copies, and the memory of both."""
 
     layer: Layer
 

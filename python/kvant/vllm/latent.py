@@ -23,6 +23,7 @@ from .layer import BLOCK_TOKENS, Layer, pool, say_once
 from .metadata import KvantMetadata, KvantMetadataBuilder
 from .versions import (
     AttentionType,
+    MLAAttention,
     MLACommonImpl,
     MLACommonMetadata,
     MLACommonMetadataBuilder,
@@ -59,6 +60,12 @@ class LatentMetadataBuilder(KvantMetadataBuilder, MLACommonMetadataBuilder):
                 "kvant: use_prefill_query_quantization asks for queries in fp8, and older tokens of prompts are read "
                 "back in the model's dtype: leave it out of --attention-config"
             )
+        for layer in versions.layers(vllm_config, layer_names):
+            if type(layer) is not MLAAttention:
+                raise NotImplementedError(
+                    f"kvant: {type(layer).__name__} is this model's own layer of latent attention, which may store "
+                    "latents itself; kvant's pages are written by kvant alone: choose another backend for this model"
+                )
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, block_table_width)
         self.metadata_cls = LatentMetadata
 

@@ -31,6 +31,7 @@ _PLACES = {
 }
 _LATENTS = "vllm.model_executor.layers.attention.mla_attention"
 _PLACES |= {
+    "MLAAttention": _LATENTS,
     "MLACommonImpl": _LATENTS,
     "MLACommonMetadata": _LATENTS,
     "MLACommonMetadataBuilder": _LATENTS,

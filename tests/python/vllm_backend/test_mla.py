@@ -67,7 +67,7 @@ def test_prefix_hits(engines):
 
 @pytest.mark.parametrize("name, most", [("auto", 1e-4), ("kvant_tq8", 0.2), ("kvant_tq4", 1.5)])
 def test_log_probabilities_by_format(engines, name, most):
-    """Of each token up to the first other one."""
+    """They are compared up to the first token that differs."""
     found, _ = engines
     worst, compared = 0.0, 0
     for own, ours in zip(found["vllm"], found[name]):
@@ -85,3 +85,143 @@ def test_the_log_says_both_formats(engines):
                   "512 in tq4, rotary keys of 64 in tq8, 325"):  # fmt: skip
         assert re.search(f"latent attention: latents of {words} bytes a token and layer", log)
     assert "exact copies of the first 64 and the newest 64 to 127 tokens" in log
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def latent_engine(vllm):
+    from .latent_engine import LatentEngine
+
+    return lambda *layers, **options: LatentEngine(vllm, layers or ({},), **options)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"latent": 256, "rope": 32, "nope": 16, "values": 48}], ids=str)
+def test_layers_beside_float64(latent_engine, sizes):
+    """Prompts in chunks that end within blocks, decoding, drafts that are rejected, preemption, a prefix hit."""
+    e = latent_engine({}, {"q_heads": 2}, cache_dtype="auto", drafts=3, **sizes)
+    a, b, c = (e.request(seed) for seed in (1, 2, 3))
+    e.step([(a, 100), (b, 40)])
+    e.step([(a, 90), (b, 1), (c, 70)])
+    e.step([(a, 64), (b, 4), (c, 2)])
+    e.rewind(b, 3)
+    e.step([(a, 4), (b, 4), (c, 1)])
+    e.preempt(c)
+    d = e.request(4, prefix_of=a, prefix_blocks=3)
+    e.step([(c, 80), (d, 20), (b, 1), (a, 3)])
+    e.step([(c, 1), (d, 2), (b, 1), (a, 4)], pad_to=(8, 24))
+    e.dummy_step([1] * 4, 64, capture=True)
+    e.step([(c, 1), (d, 1), (b, 1), (a, 1)])
+
+
+def test_long_contexts_are_read_in_parts(latent_engine, monkeypatch):
+    """vLLM's workspace bounds a part: parts end at a block's end, within a request, and begin with the rest of it."""
+    from kvant.vllm.latent import LatentMetadataBuilder
+
+    monkeypatch.setattr(LatentMetadataBuilder, "determine_chunked_prefill_workspace_size", staticmethod(lambda _: 192))
+    e = latent_engine(cache_dtype="auto")
+    a, b, c = (e.request(seed) for seed in (1, 2, 3))
+    e.step([(a, 250)])
+    e.step([(a, 200), (b, 30)])
+    made, _, _ = e.metadata([(c, 20), (b, 40), (a, 60)])
+    chunks = next(iter(made.values())).prefill.chunked_context.chunks
+    assert [(x.is_continuation, x.seq_lens.tolist()) for x in chunks] == [(False, [30, 128]), (True, [192]), (True, [130])]
+    e.step([(c, 20), (b, 40), (a, 60)])
+    e.step([(c, 100), (b, 100)])
+
+
+@pytest.mark.parametrize(
+    "name, pair, low, high",
+    [("kvant_tq8", "tq8/tq8", 4e-3, 1.5e-2), ("kvant_tq6", "tq8/tq6", 1.5e-2, 5e-2), ("kvant_tq4", "tq8/tq4", 6e-2, 0.15),
+     ("kvant_fp8", "fp8/fp8", 1.5e-2, 6e-2), ("kvant_tq4_tq8", "tq4/tq8", 2e-2, 0.1)],
+)  # fmt: skip
+def test_formats(latent_engine, name, pair, low, high):
+    """Without exact ends: the error of a format, in decoding and in a prompt's older tokens. A first chunk reads none."""
+    e = latent_engine(cache_dtype=name, tail_pages=0)
+    assert str(e.layers[0].made.impl.layer.pair) == pair
+    a = e.request(1)
+    e.step([(a, 180)])
+    for new in (1, 220, 1):
+        e.worst = 0.0
+        e.step([(a, new)], tolerance=high)
+        assert e.worst > low
+
+
+def test_exact_ends(latent_engine):
+    """Decoding reads the first and the newest tokens exactly; a prompt's older tokens are read back encoded."""
+    e = latent_engine({}, {}, cache_dtype="kvant_tq4", exact_memory=10.0)
+    a = e.request(1)
+    e.step([(a, 128)])
+    for _ in range(3):
+        e.step([(a, 1)])
+    e.step([(a, 59)], tolerance=0.15)
+    assert e.worst > 5e-2
+    e.step([(a, 1)])  # of 191: 64 first and 127 newest
+    e.worst = 0.0
+    e.step([(a, 1)], tolerance=0.15)
+    assert e.worst > 2e-2
+
+
+def test_layers_that_stay_exact(latent_engine):
+    e = latent_engine({}, {}, cache_dtype="kvant_tq4", skip_layers=("1",), tail_pages=0)
+    assert [layer.made.impl.layer.pair.v for layer in e.layers] == ["tq4", "f32"]
+    a = e.request(1)
+    made, slots, rows = e.metadata([(a, 150)])
+    e.finish([(a, 150)], e.forward(made, slots, e.inputs([(a, 150)], rows)), 2e-5)
+    made, slots, rows = e.metadata([(a, 1)])
+    exact = e.forward(made, slots, e.inputs([(a, 1)], rows))[1]
+    e.check(1, a, 1, exact.view(1, 4, 32), 2e-5)
+
+
+def test_passes_without_a_step_write_nothing(latent_engine):
+    """vLLM warms up and measures memory with slots, and without metadata."""
+    e = latent_engine()
+    before = e.layers[0].made.kv_cache.clone()
+    a = e.request(1)
+    _, slots, rows = e.metadata([(a, 70)])
+    out = e.forward(None, slots, e.inputs([(a, 70)], rows))[0]
+    assert out.eq(0).all() and before.equal(e.layers[0].made.kv_cache)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_cannot_work(latent_engine, monkeypatch):
+    from kvant.vllm import versions
+    from kvant.vllm.latent import LatentMetadataBuilder
+
+    with pytest.raises(NotImplementedError, match="fresh_keys = false is not supported with latent attention"):
+        latent_engine(fresh_keys=False)
+    with pytest.raises(NotImplementedError, match="layers of latents with sliding_window are not supported"):
+        latent_engine({"sliding_window": 64})
+    e = latent_engine()
+    own = next(iter(e.specs.values()))
+    e.config.attention_config.use_prefill_query_quantization = True
+    with pytest.raises(NotImplementedError, match="use_prefill_query_quantization asks for queries in fp8"):
+        LatentMetadataBuilder(own, list(e.specs), e.config, "cpu")
+    e.config.attention_config.use_prefill_query_quantization = False
+    e.layers[0].made.__class__ = type("OwnLatents", (type(e.layers[0].made),), {})
+    with pytest.raises(NotImplementedError, match="OwnLatents is this model's own layer of latent attention"):
+        LatentMetadataBuilder(own, list(e.specs), e.config, "cpu")
+    monkeypatch.setattr(versions, "records_writes_alone", lambda config: True)
+    with pytest.raises(NotImplementedError, match="CUDA graphs that record writes to the cache"):
+        latent_engine()
+
+
+def test_graphs_of_pieces_that_hold_writes(latent_engine, monkeypatch):
+    from kvant.vllm import versions
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    config = latent_engine().config
+    compilation = config.compilation_config
+    compilation.mode, compilation.cudagraph_mode = CompilationMode.VLLM_COMPILE, CUDAGraphMode.FULL_AND_PIECEWISE
+    compilation.splitting_ops = ["vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"]
+    assert not versions.records_writes_alone(config)
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    assert versions.records_writes_alone(config)
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
+    compilation.splitting_ops = ["vllm::unified_kv_cache_update"]
+    assert versions.records_writes_alone(config)
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    assert not versions.records_writes_alone(config)
