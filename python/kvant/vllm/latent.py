@@ -190,9 +190,14 @@ class LatentImpl(ImplOfKvant, MLACommonImpl[LatentMetadata]):
             )
 
     def reserve_workspace(self) -> None:
-        """vLLM calls this where it measures memory, beside what it takes itself."""
-        weight = next(self.kv_b_proj.parameters())
-        self.reserve(weight.device)
+        """vLLM calls this where it measures memory. What is read back from pages takes memory beside vLLM's workspace
+        for it, and is padded to whole blocks."""
+        device = next(self.kv_b_proj.parameters()).device
+        self.reserve(device)
+        if device.type != "cpu" and self._config is not None:
+            rows = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(self._config)
+            rows += BLOCK_TOKENS * self._config.scheduler_config.max_num_seqs
+            _ = torch.empty(rows, self.kv_lora_rank + self.qk_rope_head_dim, dtype=self.dtype, device=device)
 
     def do_kv_cache_update(
         self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale: bool = False

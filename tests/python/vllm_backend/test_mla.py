@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def model(transformers, torch, tmp_path_factory):
         vocab_size=128, hidden_size=128, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, first_k_dense_replace=2, kv_lora_rank=512,
         q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, max_position_embeddings=2048,
-        initializer_range=0.2, bos_token_id=1, eos_token_id=2, topk_method="greedy",
+        initializer_range=0.12, bos_token_id=1, eos_token_id=2, topk_method="greedy",
     )  # fmt: skip
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("latents")
@@ -46,16 +47,17 @@ def engines(model):
     rounds = [[PROMPTS, 24], [[PROMPTS[0][:200] + PROMPTS[1]], 8]]
     runs = {"vllm": {"attention_backend": "CPU_MLA"}}
     for name in ("auto", "kvant_tq8", "kvant_tq4"):
-        runs[name] = {"attention_backend": "CUSTOM", "kv_cache_dtype": name}
+        runs[name] = {"attention_backend": "CUSTOM", "kv_cache_dtype": name, "max_num_batched_tokens": 96}
     found, log = run_engines(model, *({"options": options, "rounds": rounds} for options in runs.values()))
     return {name: result["rounds"] for name, result in zip(runs, found)}, log
 
 
 def test_exact_pages_give_the_tokens_of_vllms_own_backend(engines):
+    """vLLM's reads prompts as a whole, and kvant's in chunks of 96 tokens in all."""
     found, _ = engines
     for own, exact in zip(found["vllm"], found["auto"]):
         assert [tokens for tokens, *_ in exact] == [tokens for tokens, *_ in own]
-        assert all(len(set(tokens)) > 5 for tokens, *_ in own)  # they depend on what the model reads
+    assert all(len(set(tokens)) > 5 for tokens, *_ in found["vllm"][0])  # they depend on what the model reads
 
 
 def test_prefix_hits(engines):
@@ -65,7 +67,7 @@ def test_prefix_hits(engines):
     assert found["vllm"][1][0][2] == 0
 
 
-@pytest.mark.parametrize("name, most", [("auto", 1e-4), ("kvant_tq8", 0.2), ("kvant_tq4", 1.5)])
+@pytest.mark.parametrize("name, most", [("auto", 1e-4), ("kvant_tq8", 0.1), ("kvant_tq4", 0.7)])
 def test_log_probabilities_by_format(engines, name, most):
     """They are compared up to the first token that differs."""
     found, _ = engines
@@ -75,7 +77,6 @@ def test_log_probabilities_by_format(engines, name, most):
             same = next((i for i, (a, b) in enumerate(zip(tokens, other)) if a != b), len(tokens))
             worst = max([worst, *(abs(a - b) for a, b in zip(likely[:same], near[:same]))])
             compared += same
-    print(name, worst, compared)
     assert worst < most and compared > 60
 
 
@@ -182,6 +183,47 @@ def test_passes_without_a_step_write_nothing(latent_engine):
     _, slots, rows = e.metadata([(a, 70)])
     out = e.forward(None, slots, e.inputs([(a, 70)], rows))[0]
     assert out.eq(0).all() and before.equal(e.layers[0].made.kv_cache)
+
+
+@pytest.mark.parametrize("name", ["auto", "kvant_tq4"])
+def test_draft_models(latent_engine, name):
+    """vLLM changes a draft's tables in place between its steps, and metadata are not built anew."""
+    e = latent_engine(cache_dtype=name, exact_memory=10.0)
+    a = e.request(1)
+    e.step([(a, 100)])
+    made, slots, rows = e.metadata([(a, 1)])
+    e.finish([(a, 1)], e.forward(made, slots, e.inputs([(a, 1)], rows)), 2e-5)
+    for _ in range(2):
+        a.salts.append(a.seed)
+        e.kept["lengths"][0] += 1
+        e.kept["slots 0"][0] += 1
+        e.builder().update_draft_decode_metadata(next(iter(made.values())))
+        e.finish([(a, 1)], e.forward(made, slots, e.inputs([(a, 1)], rows)), 2e-5)
+
+
+def test_the_bytes_of_latents(registered, torch):
+    """Of docs/formats.md; the bar of tq4 is 340 bytes."""
+    from kvant.vllm import dtypes
+    from kvant.vllm.backend import LatentBackend
+    from kvant.vllm.versions import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
+
+    for name, pair, size in (("kvant_tq4", ("tq8", "tq4"), 325), ("kvant_tq6", ("tq8", "tq6"), 459),
+                             ("kvant_tq8", ("tq8", "tq8"), 587), ("kvant_fp8", ("fp8", "fp8"), 581),
+                             ("kvant_tq4_tq4", ("tq4", "tq4"), 293)):  # fmt: skip
+        assert dtypes.parse_latent(name, torch.bfloat16) == pair
+        dtypes.note_layer(name, "page")
+        dtypes.note_latent(512, 64)
+        spec = MLAAttentionSpec(
+            block_size=64, num_kv_heads=1, head_size=576, dtype=torch.uint8, kv_quant_mode=KVQuantMode.CUSTOM
+        )
+        assert LatentBackend.customize_spec(spec).state_content_bytes == size
+    with pytest.raises(RuntimeError, match="pages of 500 numbers a token before it has a layer or a configuration"):
+        LatentBackend.customize_spec(replace(spec, head_size=500))
+    other = FullAttentionSpec(
+        block_size=64, num_kv_heads=1, head_size=64, dtype=torch.uint8, kv_quant_mode=KVQuantMode.CUSTOM
+    )
+    with pytest.raises(NotImplementedError, match="FullAttentionSpec are not supported in a model with latent attenti"):
+        LatentBackend.customize_spec(other)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
