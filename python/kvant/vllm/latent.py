@@ -190,8 +190,8 @@ class LatentImpl(ImplOfKvant, MLACommonImpl[LatentMetadata]):
             )
 
     def reserve_workspace(self) -> None:
-        """vLLM calls this where it measures memory. What is read back from pages takes memory beside vLLM's workspace
-        for it, and is padded to whole blocks."""
+        """vLLM calls this where it measures memory. Older tokens of prompts are read back by whole blocks, beside
+        vLLM's workspace for them."""
         device = next(self.kv_b_proj.parameters()).device
         self.reserve(device)
         if device.type != "cpu" and self._config is not None:

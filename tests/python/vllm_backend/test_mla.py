@@ -127,18 +127,20 @@ def test_long_contexts_are_read_in_parts(latent_engine, monkeypatch):
     e.step([(a, 200), (b, 30)])
     made, _, _ = e.metadata([(c, 20), (b, 40), (a, 60)])
     chunks = next(iter(made.values())).prefill.chunked_context.chunks
-    assert [(x.is_continuation, x.seq_lens.tolist()) for x in chunks] == [(False, [30, 128]), (True, [192]), (True, [130])]
+    parts = [(x.is_continuation, x.seq_lens.tolist()) for x in chunks]
+    assert parts == [(False, [30, 128]), (True, [192]), (True, [130])]
     e.step([(c, 20), (b, 40), (a, 60)])
     e.step([(c, 100), (b, 100)])
 
 
 @pytest.mark.parametrize(
     "name, pair, low, high",
-    [("kvant_tq8", "tq8/tq8", 4e-3, 1.5e-2), ("kvant_tq6", "tq8/tq6", 1.5e-2, 5e-2), ("kvant_tq4", "tq8/tq4", 6e-2, 0.15),
-     ("kvant_fp8", "fp8/fp8", 1.5e-2, 6e-2), ("kvant_tq4_tq8", "tq4/tq8", 2e-2, 0.1)],
+    [("kvant_tq8", "tq8/tq8", 4e-3, 1.5e-2), ("kvant_tq6", "tq8/tq6", 1.5e-2, 5e-2),
+     ("kvant_tq4", "tq8/tq4", 6e-2, 0.15), ("kvant_fp8", "fp8/fp8", 1.5e-2, 6e-2),
+     ("kvant_tq4_tq8", "tq4/tq8", 2e-2, 0.1)],
 )  # fmt: skip
 def test_formats(latent_engine, name, pair, low, high):
-    """Without exact ends: the error of a format, in decoding and in a prompt's older tokens. A first chunk reads none."""
+    """The error of a format without exact ends, in decoding and in a prompt's older tokens. A first chunk has none."""
     e = latent_engine(cache_dtype=name, tail_pages=0)
     assert str(e.layers[0].made.impl.layer.pair) == pair
     a = e.request(1)
@@ -202,7 +204,7 @@ def test_draft_models(latent_engine, name):
 
 
 def test_the_bytes_of_latents(registered, torch):
-    """Of docs/formats.md; the bar of tq4 is 340 bytes."""
+    """They are those of docs/formats.md."""
     from kvant.vllm import dtypes
     from kvant.vllm.backend import LatentBackend
     from kvant.vllm.versions import FullAttentionSpec, KVQuantMode, MLAAttentionSpec

@@ -129,7 +129,7 @@ def test_latents_are_taken(select_latents, options):
     [
         ({"use_dcp": True}, "kvant: --decode-context-parallel-size is not supported with latent attention: leave it"),
         ({"use_sparse": True}, "kvant: sparse attention (an indexer, as in DeepSeek V3.2) is not supported: serve"),
-        ({"use_mla": False}, "kvant: this layer has no latents in a server whose model has them (a draft model?): give"),
+        ({"use_mla": False}, "kvant: this layer has no latents in a server whose model has them (a draft model?)"),
         ({"use_pcp": True}, "PCP not supported"),
         ({"has_sink": True}, "attention sinks not supported"),
         ({"has_sliding_window": True}, "sliding window not supported"),
