@@ -93,22 +93,23 @@ def _stored(prefill) -> list[Stored]:
     done = [0] * len(prefill.chunked_context.context_lens_list)
     for chunk in prefill.chunked_context.chunks:
         requests = range(chunk.request_slice.start, chunk.request_slice.stop)
-        places, columns, rows, is_whole = [], [], [], True
+        places, columns, rows = [], [], []
         for request, tokens in zip(requests, chunk.seq_lens.tolist()):
-            is_whole &= len(rows) == BLOCK_TOKENS * len(columns)
-            first, count = done[request] // BLOCK_TOKENS, -(-tokens // BLOCK_TOKENS)
-            rows += range(BLOCK_TOKENS * len(columns), BLOCK_TOKENS * len(columns) + tokens)
+            begin, count = BLOCK_TOKENS * len(columns), -(-tokens // BLOCK_TOKENS)
+            rows.append(torch.arange(begin, begin + tokens))
             places += [request] * count
-            columns += range(first, first + count)
+            columns += range(done[request] // BLOCK_TOKENS, done[request] // BLOCK_TOKENS + count)
             done[request] += tokens
-        at = _sent([places, columns], table.device)
+        at = _sent(torch.tensor([places, columns]), table.device)
         blocks = table[at[0], at[1]].to(torch.int32).contiguous()
-        found.append(Stored(blocks, None if is_whole else _sent(rows, table.device)))
+        is_whole = all(len(x) % BLOCK_TOKENS == 0 for x in rows[:-1])
+        found.append(Stored(blocks, None if is_whole else _sent(torch.cat(rows), table.device)))
     return found
 
 
-def _sent(numbers: list, device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+def _sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without a wait for the device."""
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
 
 
 class LatentImpl(ImplOfKvant, MLACommonImpl[LatentMetadata]):

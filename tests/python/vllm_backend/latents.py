@@ -68,6 +68,7 @@ def main():
     print("RESULT " + json.dumps(results), flush=True)
 
 
+stand_in()  # in worker processes, too
+
 if __name__ == "__main__":
-    stand_in()
     main()

@@ -88,6 +88,17 @@ def test_the_log_says_both_formats(engines):
     assert "exact copies of the first 64 and the newest 64 to 127 tokens" in log
 
 
+@pytest.mark.slow
+def test_tensor_parallel(model):
+    """Two worker processes have half of the heads each, and all latents."""
+    rounds = [[PROMPTS, 24], [[PROMPTS[0][:200] + PROMPTS[1]], 8]]
+    one = {"attention_backend": "CUSTOM", "kv_cache_dtype": "kvant_tq4", "max_num_batched_tokens": 96}
+    two = one | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    (alone, both), _ = run_engines(model, {"options": one, "rounds": rounds}, {"options": two, "rounds": rounds})
+    for x, y in zip(alone["rounds"], both["rounds"]):
+        assert [tokens for tokens, *_ in x] == [tokens for tokens, *_ in y]
+
+
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +214,13 @@ def test_draft_models(latent_engine, name):
         e.finish([(a, 1)], e.forward(made, slots, e.inputs([(a, 1)], rows)), 2e-5)
 
 
-def test_the_bytes_of_latents(registered, torch):
+def test_plans_are_for_decoding_alone(latent_engine):
+    """vLLM attends to prompts."""
+    (plans,) = latent_engine().builder().plans.values()
+    assert plans.extend == {} and list(plans.decode) == [1, 2, 4, 8]
+
+
+def test_the_bytes_of_latents(registered, vllm, latent_engine, torch):
     """They are those of docs/formats.md."""
     from kvant.vllm import dtypes
     from kvant.vllm.backend import LatentBackend
@@ -220,6 +237,8 @@ def test_the_bytes_of_latents(registered, torch):
         )
         assert LatentBackend.customize_spec(spec).state_content_bytes == size
     with pytest.raises(RuntimeError, match="pages of 500 numbers a token before it has a layer or a configuration"):
+        LatentBackend.customize_spec(replace(spec, head_size=500))
+    with vllm.set_current_vllm_config(latent_engine().config), pytest.raises(RuntimeError, match="pages of 500 numbers"):
         LatentBackend.customize_spec(replace(spec, head_size=500))
     other = FullAttentionSpec(
         block_size=64, num_kv_heads=1, head_size=64, dtype=torch.uint8, kv_quant_mode=KVQuantMode.CUSTOM
