@@ -68,6 +68,9 @@ class LatentMetadataBuilder(KvantMetadataBuilder, MLACommonMetadataBuilder):
                 )
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, block_table_width)
         self.metadata_cls = LatentMetadata
+        # Older tokens of prompts are read back by whole blocks, which may be more than the tokens of a chunk.
+        workspace, padding = self.chunked_prefill_workspace, BLOCK_TOKENS * self.capacity.requests
+        self.chunked_prefill_workspace = workspace.new_empty(len(workspace) + padding, workspace.shape[1])
 
     @staticmethod
     def determine_prefill_query_data_type(vllm_config, model_dtype: torch.dtype) -> torch.dtype:
@@ -191,13 +194,11 @@ class LatentImpl(ImplOfKvant, MLACommonImpl[LatentMetadata]):
             )
 
     def reserve_workspace(self) -> None:
-        """vLLM calls this where it measures memory. Older tokens of prompts are read back by whole blocks, beside
-        vLLM's workspace for them."""
+        """vLLM calls this where it measures memory. Older tokens of prompts may be copied once."""
         device = next(self.kv_b_proj.parameters()).device
         self.reserve(device)
         if device.type != "cpu" and self._config is not None:
             rows = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(self._config)
-            rows += BLOCK_TOKENS * self._config.scheduler_config.max_num_seqs
             _ = torch.empty(rows, self.kv_lora_rank + self.qk_rope_head_dim, dtype=self.dtype, device=device)
 
     def do_kv_cache_update(
@@ -226,13 +227,14 @@ class LatentImpl(ImplOfKvant, MLACommonImpl[LatentMetadata]):
         chunked, backend = prefill.chunked_context, prefill.prefill_backend
         output = output_lse = None
         for chunk, stored in zip(chunked.chunks, attn_metadata.context):
-            latents, rotary = self._read_back(kv_c_and_k_pe_cache, stored, chunk.num_context_tokens, q.dtype)
+            rows = self._read_back(kv_c_and_k_pe_cache, stored, chunked.workspace)[: chunk.num_context_tokens]
+            latents, rotary = rows.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
             dtype = versions.expansion_dtype(self.kv_b_proj)
             expanded = self.kv_b_proj(latents if dtype is None else latents.to(dtype))[0]
             expanded = expanded.view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
             k_nope, v = expanded.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
             found, lse = backend.run_prefill_context_chunk(
-                chunk=chunk, q=q[chunk.token_slice], k=self._concat_k_nope_k_pe(k_nope, rotary), v=v
+                chunk=chunk, q=q[chunk.token_slice], k=self._concat_k_nope_k_pe(k_nope, rotary.unsqueeze(1)), v=v
             )
             if output is None:
                 if len(chunked.chunks) == 1 and not chunked.empty_token_slices:
@@ -241,14 +243,9 @@ class LatentImpl(ImplOfKvant, MLACommonImpl[LatentMetadata]):
             accumulate_mla_context_chunk(chunk, found, lse, output, output_lse)
         return output, output_lse
 
-    def _read_back(self, kv_cache, stored: Stored, tokens: int, dtype: torch.dtype):
-        """Latents [tokens, latent] and rotary keys [tokens, 1, rope]."""
-        count = len(stored.blocks) * BLOCK_TOKENS
-        sizes = self.kv_lora_rank, self.qk_rope_head_dim
-        latents, rotary = (torch.empty(count, 1, n, dtype=dtype, device=kv_cache.device) for n in sizes)
+    def _read_back(self, kv_cache, stored: Stored, workspace: torch.Tensor) -> torch.Tensor:
+        """Latents with their rotary keys [tokens or more, latent + rope]."""
+        rows = workspace[: len(stored.blocks) * BLOCK_TOKENS]
+        latents, rotary = rows.unsqueeze(1).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         self.pages_on(kv_cache.device).decode(pool(kv_cache), stored.blocks, rotary, latents)
-        if stored.rows is None:
-            latents, rotary = latents[:tokens], rotary[:tokens]
-        else:
-            latents, rotary = (x.index_select(0, stored.rows) for x in (latents, rotary))
-        return latents.squeeze(1), rotary
+        return rows if stored.rows is None else rows.index_select(0, stored.rows)
