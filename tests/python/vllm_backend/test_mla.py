@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from .engine import ON_CPU
+from .latent_engine import LatentEngine
+
 SCRIPT = Path(__file__).with_name("latents.py")
 PROMPTS = [[(7 * i * i + 3 * i + n) % 120 + 3 for i in range(n)] for n in (300, 90, 64, 10)]
 
@@ -104,14 +107,14 @@ def test_tensor_parallel(model):
 
 @pytest.fixture
 def latent_engine(vllm):
-    from .latent_engine import LatentEngine
-
     return lambda *layers, **options: LatentEngine(vllm, layers or ({},), **options)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"latent": 256, "rope": 32, "nope": 16, "values": 48}], ids=str)
 def test_layers_beside_float64(latent_engine, sizes):
     """Prompts in chunks that end within blocks, decoding, drafts that are rejected, preemption, a prefix hit."""
+    if sizes and not ON_CPU:
+        pytest.skip("devices have kernels of latents of 512 and rotary keys of 64")
     e = latent_engine({}, {"q_heads": 2}, cache_dtype="auto", drafts=3, **sizes)
     a, b, c = (e.request(seed) for seed in (1, 2, 3))
     e.step([(a, 100), (b, 40)])
@@ -145,13 +148,13 @@ def test_long_contexts_are_read_in_parts(latent_engine, monkeypatch):
     e.step([(c, 100), (b, 100)])
 
 
-@pytest.mark.parametrize("name, tolerance", [("auto", 1.5e-2), ("kvant_tq8", 2.5e-2)])
-def test_a_model_in_bf16(latent_engine, torch, name, tolerance):
+@pytest.mark.parametrize("name", ["auto", "kvant_tq8"])
+def test_a_model_in_bf16(latent_engine, torch, name):
     e = latent_engine(cache_dtype=name, dtype=torch.bfloat16, tail_pages=0)
     a, b = e.request(1), e.request(2)
-    e.step([(a, 100), (b, 70)], tolerance=tolerance)
-    e.step([(a, 1), (b, 90)], tolerance=tolerance)
-    e.step([(a, 1), (b, 1)], tolerance=tolerance)
+    e.step([(a, 100), (b, 70)])
+    e.step([(a, 1), (b, 90)])
+    e.step([(a, 1), (b, 1)])
 
 
 @pytest.mark.parametrize(
@@ -185,11 +188,15 @@ def test_exact_ends(latent_engine):
     e.worst = 0.0
     e.step([(a, 1)], tolerance=0.15)
     assert e.worst > 2e-2
+    # The newest block of the prefix has an exact copy, and no codes until somebody reads it back.
+    b = e.request(2, prefix_of=a, prefix_blocks=3)
+    e.step([(b, 40), (a, 1)], tolerance=0.15)
+    e.step([(b, 1), (a, 1)], tolerance=0.15)
 
 
 def test_layers_that_stay_exact(latent_engine):
     e = latent_engine({}, {}, cache_dtype="kvant_tq4", skip_layers=("1",), tail_pages=0)
-    assert [layer.made.impl.layer.pair.v for layer in e.layers] == ["tq4", "f32"]
+    assert [layer.made.impl.layer.pair.v for layer in e.layers] == ["tq4", "f32" if ON_CPU else "bf16"]
     a = e.request(1)
     made, slots, rows = e.metadata([(a, 150)])
     e.finish([(a, 150)], e.forward(made, slots, e.inputs([(a, 150)], rows)), 2e-5)
