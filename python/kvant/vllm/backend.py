@@ -21,6 +21,7 @@ from .versions import (
     SlidingWindowSpec,
 )
 
+
 def __getattr__(name: str):
     """`Backend`, the class that vLLM asks for: of models with latent attention, or of all others."""
     if name != "Backend":
