@@ -49,11 +49,11 @@ std::string describe_build() {
     const core::DeviceBuild build = device->build();
     nlohmann::ordered_json widths = nlohmann::ordered_json::array();
     for (const codec::HeadDims& one : build.widths) widths.push_back({one.k, one.v});
-    info["device"] = {{"name", device->name},
-                      {"architectures", build.architectures},
-                      {"head_dims", build.head_dims},
-                      {"widths", widths},
-                      {"pairs", build.pairs}};
+    nlohmann::ordered_json latents = nlohmann::ordered_json::array();
+    for (const codec::HeadDims& one : build.latents) latents.push_back({one.v, one.k});
+    info["device"] = {{"name", device->name},         {"architectures", build.architectures},
+                      {"head_dims", build.head_dims}, {"widths", widths},
+                      {"latents", latents},           {"pairs", build.pairs}};
   }
   return info.dump();
 }

@@ -15,7 +15,7 @@ import logging
 
 __all__ = ["register"]
 
-BACKEND_CLASS = "kvant.vllm.backend.KvantBackend"
+BACKEND_CLASS = "kvant.vllm.backend.Backend"
 
 _registered = False
 

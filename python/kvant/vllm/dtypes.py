@@ -74,6 +74,35 @@ def token_bytes(pair: Pair, head_dim: int, k_centre: str = "automatic", v_head_d
     return pages.block_bytes // pages.block_tokens
 
 
+def parse_latent(name: str | None, model_dtype: torch.dtype) -> Pair:
+    """The formats of rotary keys and of latents. A name of one format is the latents', and rotary keys, which are a
+    ninth of a token's numbers, have tq8 beside every tq format."""
+    pair = parse(name, model_dtype)
+    is_one = name == f"{PREFIX}{pair.v}"
+    return pair._replace(k="tq8") if is_one and pair.v.startswith("tq") else pair
+
+
+@lru_cache(maxsize=None)
+def latent_token_bytes(pair: Pair, rope: int, k_centre: str, latent: int) -> int:
+    """token_bytes of a latent and its rotary key."""
+    centre = "none" if pair.is_exact() else k_centre
+    pages = kvant.Pages(latent=latent, rope=rope, k=pair.k, v=pair.v, device="cpu", k_centre=centre)
+    return pages.block_bytes // pages.block_tokens
+
+
+_latents: dict[int, tuple[int, int]] = {}
+
+
+def note_latent(latent: int, rope: int) -> None:
+    """Remembers the sizes of this process's latents and rotary keys: specs have their sum."""
+    _latents[latent + rope] = latent, rope
+
+
+def latent_of(head_size: int) -> tuple[int, int] | None:
+    """The noted sizes whose sum is `head_size`."""
+    return _latents.get(head_size)
+
+
 _of_layers: tuple[str | None, str] = None, "automatic"
 
 

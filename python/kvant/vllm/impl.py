@@ -14,7 +14,49 @@ from .versions import AttentionImpl, AttentionType
 _reserved: set[Layer] = set()
 
 
-class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
+class ImplOfKvant(LayerOfKvant):
+    """The part that impls of all kinds of layers have in common: pages, exact copies, and the memory of both."""
+
+    layer: Layer
+
+    def begin(self, kv_cache_dtype: str) -> str:
+        """Notes the layer's cache dtype, and refuses what no layer can have. Returns the option k_centre."""
+        self._config = versions.configuration()
+        drafts.refuse(self._config)
+        connectors.refuse_shared_folders(self._config)
+        self.dtype = torch.get_default_dtype()  # vLLM sets it to the model's
+        k_centre = versions.option(self._config, "k_centre")
+        dtypes.note_layer(kv_cache_dtype, k_centre)
+        self.pages = None  # of a layer that is not exact, see tail.py
+        self.number = 0  # of the layer in them
+        self.copies: int | None = None  # exact copies of blocks; None: their memory is not divided yet
+        self.reserved: torch.Tensor | None = None
+        return k_centre
+
+    def planned(self) -> list[Layer]:
+        """The layers that plans are made for: this one, or with decode context parallel its two kinds of keys."""
+        return [self.layer] if self.dcp_world_size == 1 else [self.layer.own(), self.layer.shared(self.dcp_world_size)]
+
+    def pages_on(self, device: torch.device):
+        return self.pages or self.layer.pages(device)
+
+    def reserve(self, device: torch.device) -> None:
+        """Takes what the builder will need, a workspace for plans and exact copies, so that it counts as used."""
+        if device.type == "cpu" or self._config is None:
+            return
+        capacity = Capacity.of(self._config, versions.max_decode_query_len(self._config))
+        if self.layer not in _reserved:
+            for planned in self.planned():
+                planned.plans(self.layer.pages(device), capacity)
+            _reserved.add(self.layer)
+        if self.copies is None:
+            divide_memory(self._config, capacity)
+        if self.copies and self.pages is None and self.reserved is None:
+            size = self.copies * copy_bytes(self.layer, self.dtype)
+            self.reserved = torch.empty(size, dtype=torch.uint8, device=device)
+
+
+class KvantImpl(ImplOfKvant, AttentionImpl[KvantMetadata]):
     """vLLM makes one for each attention layer, with the heads that this rank has."""
 
     # Ranks of decode context parallel have some of the keys each, see context.py. Prefill context parallel has no
@@ -52,16 +94,7 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks  # a parameter of the model, whose numbers change: see _sink_logits
         self._converted_sinks: torch.Tensor | None = None
-        self._config = versions.configuration()
-        drafts.refuse(self._config)
-        connectors.refuse_shared_folders(self._config)
-        self.dtype = torch.get_default_dtype()  # vLLM sets it to the model's
-        k_centre = versions.option(self._config, "k_centre")
-        dtypes.note_layer(kv_cache_dtype, k_centre)
-        self.pages = None  # of a layer that is not exact, see tail.py
-        self.number = 0  # of the layer in them
-        self.copies: int | None = None  # exact copies of blocks; None: their memory is not divided yet
-        self.reserved: torch.Tensor | None = None
+        k_centre = self.begin(kv_cache_dtype)
         self.check = Check()
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"kvant: {sinks.shape[0]} sinks for {num_heads} heads: there must be one each")
@@ -83,10 +116,6 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
         self.check.done = pair.is_exact()
         if self.dcp_world_size > 1:
             context.refuse(self)
-
-    def planned(self) -> list[Layer]:
-        """The layers that plans are made for: this one, or with decode context parallel its two kinds of keys."""
-        return [self.layer] if self.dcp_world_size == 1 else [self.layer.own(), self.layer.shared(self.dcp_world_size)]
 
     def _has_fresh_keys(self) -> bool:
         """Whether prompts attend to the keys and values that forward is given. A layer that shares another's cache is
@@ -125,23 +154,8 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
         """Encodes the keys and values of this step. slot_mapping: block * 64 + place, below 0: of no request; it may be
         shorter than padded keys. The step has begun: its metadata is built."""
         tokens = slot_mapping.shape[0]
-        pages = self.pages or self.layer.pages(kv_cache.device)
+        pages = self.pages_on(kv_cache.device)
         pages.write(pool(kv_cache), key[:tokens], value[:tokens], slot_mapping, layer=self.number)
-
-    def _reserve(self, device: torch.device) -> None:
-        """Takes what the builder will need, a workspace for plans and exact copies, so that it counts as used."""
-        if device.type == "cpu" or self._config is None:
-            return
-        capacity = Capacity.of(self._config, versions.max_decode_query_len(self._config))
-        if self.layer not in _reserved:
-            for planned in self.planned():
-                planned.plans(self.layer.pages(device), capacity)
-            _reserved.add(self.layer)
-        if self.copies is None:
-            divide_memory(self._config, capacity)
-        if self.copies and self.pages is None and self.reserved is None:
-            size = self.copies * copy_bytes(self.layer, self.dtype)
-            self.reserved = torch.empty(size, dtype=torch.uint8, device=device)
 
     def _store(self, layer, query, key, value, kv_cache, metadata: KvantMetadata) -> None:
         if self.kv_sharing_target_layer_name is not None:
@@ -178,7 +192,7 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kvant: outputs quantized by the attention kernel are not supported")
         if attn_metadata is None:  # memory is being measured, or vLLM warms up: slots are of no request
-            self._reserve(query.device)
+            self.reserve(query.device)
             return output.fill_(0)
         sinks = self._sink_logits
         runs = attn_metadata.runs(self.layer) if self.dcp_world_size == 1 else []

@@ -11,7 +11,7 @@ import torch
 import kvant
 
 from . import versions
-from .dtypes import NAMES, Pair, token_bytes
+from .dtypes import NAMES, Pair, latent_token_bytes, token_bytes
 
 BLOCK_TOKENS = 64  # of a kvant page
 LEAST_WINDOW_WITH_TAIL = 1024  # memory for tails is taken for all requests that a server may have
@@ -113,9 +113,12 @@ class Layer(NamedTuple):
     alibi_slopes: tuple[float, ...] | None = None
     fresh_keys: bool = False  # prompts attend to their own keys and values as these are given
     k_centre: str = "automatic"
-    keys: str = "all"  # that plans read: "own" and "shared" with decode context parallel (context.py)
+    # That plans read: "own" and "shared" with decode context parallel (context.py), "decoding" where plans are for
+    # requests that decode, and vLLM attends to prompts itself (latent.py).
+    keys: str = "all"
     options: tuple[tuple[str, Any], ...] = ()  # of plans, as --additional-config has them
     v_head_dim: int = 0  # of values; 0: head_dim
+    is_latent: bool = False  # values are latents, which are a part of the keys, and keys are the rotary keys
 
     def own(self) -> Layer:
         """The queries of a step over its own keys, as they are given."""
@@ -127,7 +130,13 @@ class Layer(NamedTuple):
 
     def pages(self, device: torch.device):
         """Without a tail, for plans and for exact layers: writes of others need to know their tables (tail.py)."""
-        return _pages(self.pair, self.kv_heads, self.head_dim, device_name(device), self.k_centre, self.v_head_dim)
+        return _pages(self.pair, device_name(device), self.k_centre, **self.geometry())
+
+    def geometry(self) -> dict[str, int]:
+        """As kvant.Pages takes it."""
+        if self.is_latent:
+            return {"latent": self.v_head_dim, "rope": self.head_dim}
+        return {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "v_head_dim": self.v_head_dim}
 
     def tail(self, vllm_config) -> int:
         """Newest whole blocks of a request that are read exactly."""
@@ -144,7 +153,8 @@ class Layer(NamedTuple):
         return BLOCK_TOKENS * self.kv_heads * self._token_bytes()
 
     def _token_bytes(self) -> int:
-        return token_bytes(self.pair, self.head_dim, self.k_centre, self.v_head_dim)
+        count = latent_token_bytes if self.is_latent else token_bytes
+        return count(self.pair, self.head_dim, self.k_centre, self.v_head_dim)
 
     def sink_pages(self) -> int:
         """First blocks of a request that are read exactly, beside a tail. A window leaves them behind."""
@@ -163,9 +173,7 @@ class Layer(NamedTuple):
         """Pages of layers with common tables. Exact copies have the model's dtype; devices have none in float32.
         copies: of each layer; None: as many as requests can have. encode_at_once: as for kvant.Pages."""
         return kvant.Pages(
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
+            **self.geometry(),
             k=self.pair.k,
             v=self.pair.v,
             device=device,
@@ -187,7 +195,8 @@ class Layer(NamedTuple):
         return self._plans(pages, capacity)
 
     def _plans(self, pages, capacity: Capacity) -> Plans:
-        extend = {n: [self.extend_plan(pages, capacity, n)] for n in capacity.extends()}
+        extends = capacity.extends() if self.keys != "decoding" else []
+        extend = {n: [self.extend_plan(pages, capacity, n)] for n in extends}
         decodes = capacity.decodes() if self.keys != "own" else []
         decode = {n: self._plan(pages, capacity, n, capacity.decode_queries) for n in decodes}
         return Plans(decode, extend)
@@ -201,14 +210,14 @@ class Layer(NamedTuple):
             except kvant.Unsupported as error:
                 if self.keys == "own":
                     raise NotImplementedError(f"kvant: decode context parallel takes fresh keys: {error}") from error
-                _say_once(f"prompts attend to their own tokens as they are stored, not as they are given: {error}")
+                say_once(f"prompts attend to their own tokens as they are stored, not as they are given: {error}")
         if fresh is None:
             stored = self._plan(pages, capacity, *limits)
         if pages.device[0] != "cpu" and self.keys != "own":
             few = self._few_plan(pages, capacity, *limits)
         bits = (fresh or stored).facts.products
         if dict(self.options).get("products") or bits != 16:
-            _say_once(f"products of {bits} bits for many queries over {self.pair} pages")
+            say_once(f"products of {bits} bits for many queries over {self.pair} pages")
         return Extend(stored, fresh, few)
 
     def _few_plan(self, pages, capacity: Capacity, requests: int, queries: int) -> Few | None:
@@ -238,21 +247,13 @@ class Layer(NamedTuple):
 
 
 @lru_cache(maxsize=None)
-def _say_once(what: str) -> None:
+def say_once(what: str) -> None:
     logging.getLogger("vllm.kvant").info(what)
 
 
 @lru_cache(maxsize=None)
-def _pages(pair: Pair, kv_heads: int, head_dim: int, device: str, k_centre: str, v_head_dim: int):
-    return kvant.Pages(
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        k=pair.k,
-        v=pair.v,
-        device=device,
-        k_centre=k_centre,
-    )
+def _pages(pair: Pair, device: str, k_centre: str, **geometry: int):
+    return kvant.Pages(**geometry, k=pair.k, v=pair.v, device=device, k_centre=k_centre)
 
 
 def device_name(device: torch.device) -> str:
@@ -263,10 +264,13 @@ def device_name(device: torch.device) -> str:
 
 def pool(kv_cache: torch.Tensor) -> torch.Tensor:
     """vLLM's [blocks, kv_heads, tokens, bytes of a token] as kvant's [blocks, kv_heads, bytes of a block], a view.
+    vLLM's caches of latents are without kv_heads.
 
     Its storage may hold other layers and be strided; one block of one head is contiguous in every layout that the
     backend supports.
     """
     data = kv_cache if kv_cache.dtype == torch.uint8 else kv_cache.view(torch.uint8)
+    if data.dim() == 3:
+        data = data.unsqueeze(1)
     blocks, heads, tokens, content = data.shape
     return data.view(blocks, heads, tokens * content)

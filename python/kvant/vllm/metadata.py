@@ -64,7 +64,7 @@ class KvantMetadata(AttentionMetadata):
     def reads(self, part: Part, layer: Layer) -> bool:
         if layer.keys == "own":
             return not part.is_decode
-        return layer.keys == "all" or part.is_decode or self.has_context
+        return layer.keys == "all" or part.is_decode or (layer.keys == "shared" and self.has_context)
 
 
 def divide(common, capacity: Capacity) -> list[Part]:
@@ -173,7 +173,7 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
         for part in parts:
             if part.copy > 0:  # several parts of one size: prompts of mixed lengths, in an order that does not help
                 for layer, plans in self.plans.items():
-                    while len(plans.extend[part.size]) <= part.copy:
+                    while layer.keys != "decoding" and len(plans.extend[part.size]) <= part.copy:
                         plans.extend[part.size].append(
                             layer.extend_plan(self.pages[layer], self.capacity, part.size)
                         )

@@ -116,7 +116,7 @@ def give_pages(vllm_config, layer_names: list[str], device: torch.device, capaci
         if impl.pages is None:
             tail = impl.layer.tail(vllm_config) if impl.copies else 0
             a = impl.layer
-            kind = a.pair, a.kv_heads, a.head_dim, a.v_head_dim, a.sink_pages(), tail, impl.copies
+            kind = a.pair, *a.geometry().items(), a.sink_pages(), tail, impl.copies
             writers.setdefault(kind, []).append(impl)
     if any(tail > 0 for *_, tail, _ in writers) and device.type != "cpu":
         torch.cuda.empty_cache()

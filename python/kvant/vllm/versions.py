@@ -25,8 +25,19 @@ _PLACES = {
     "FullAttentionSpec": "vllm.v1.kv_cache_interface",
     "KVCacheLayout": "vllm.v1.kv_cache_interface",
     "KVQuantMode": "vllm.v1.kv_cache_interface",
+    "MLAAttentionSpec": "vllm.v1.kv_cache_interface",
     "SlidingWindowSpec": "vllm.v1.kv_cache_interface",
     "max_decode_query_len": "vllm.v1.attention.backend",
+}
+_LATENTS = "vllm.model_executor.layers.attention.mla_attention"
+_PLACES |= {
+    "MLAAttention": _LATENTS,
+    "MLACommonImpl": _LATENTS,
+    "MLACommonMetadata": _LATENTS,
+    "MLACommonMetadataBuilder": _LATENTS,
+    "QueryLenSupport": _LATENTS,
+    "accumulate_mla_context_chunk": _LATENTS,
+    "init_mla_context_partial": _LATENTS,
 }
 
 
@@ -181,6 +192,47 @@ def draft(vllm_config) -> Draft | None:
     # The second model runner gives a draft the target's backend.
     is_given = getattr(config, "attention_backend", None) is not None or attention.backend_per_kind
     return Draft(name, not (is_given or attention.backend is None or vllm_config.use_v2_model_runner))
+
+
+def has_latents(vllm_config) -> bool:
+    """Whether vLLM serves the model by latent attention (MLA)."""
+    return bool(getattr(getattr(vllm_config, "model_config", None), "use_mla", False))
+
+
+def latent_sizes(vllm_config) -> tuple[int, int] | None:
+    """The numbers of a token's latent and of its rotary key; None: the configuration has no such model."""
+    text = getattr(getattr(vllm_config, "model_config", None), "hf_text_config", None)
+    sizes = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+    return sizes if all(sizes) else None
+
+
+def expansion_dtype(kv_b_proj):
+    """The dtype of latents that the layer which makes keys and values of them takes; None: any."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    return mla_attention._get_kv_b_proj_input_dtype(kv_b_proj, False)
+
+
+def records_writes_alone(vllm_config) -> bool:
+    """Whether CUDA graphs of pieces of a model record the writes to its cache, and attention is between the graphs."""
+    from vllm import envs
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    if mode is None or not mode.has_piecewise_cudagraphs():
+        return False
+    if getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False):
+        return True
+    is_cut = compilation.mode == CompilationMode.VLLM_COMPILE
+    return is_cut and not compilation.splitting_ops_contain_kv_cache_update()
+
+
+def has_step() -> bool:
+    """Whether the forward pass is a step of requests. Passes that measure memory or warm up have no metadata."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().attn_metadata is not None
 
 
 def slots(layer_name: str):

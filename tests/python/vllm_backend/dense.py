@@ -13,7 +13,7 @@ def attention(q, keys, values, *, scale, causal=True, window=0, softcap=0.0, ali
 
     q: [queries, q_heads, head_dim]; keys, values: [tokens, kv_heads, head_dim]; all float64 numpy arrays.
     """
-    queries, q_heads, head_dim = q.shape
+    queries, q_heads, _ = q.shape
     tokens, kv_heads, _ = keys.shape
     group = q_heads // kv_heads
     position = tokens - queries + np.arange(queries)[:, None]
@@ -23,7 +23,7 @@ def attention(q, keys, values, *, scale, causal=True, window=0, softcap=0.0, ali
         seen &= key <= position
     if window > 0:
         seen &= key > position - window
-    out = np.zeros((queries, q_heads, head_dim))
+    out = np.zeros((queries, q_heads, values.shape[2]))
     lse = np.full((queries, q_heads), -np.inf)
     for h in range(q_heads):
         s = scale * (q[:, h] @ keys[:, h // group].T)

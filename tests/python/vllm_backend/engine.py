@@ -83,6 +83,7 @@ class Engine:
         options["exact_memory"] = exact_memory
         self.key_offsets = dict(key_offsets)  # by layer: what all of its keys have in common
         self.config.additional_config = {"kvant": {name: x for name, x in options.items() if x is not None}}
+        self.configure()
         self.layers = []
         torch.manual_seed(5)
         with vllm.set_current_vllm_config(self.config), vllm.default_dtype(dtype):
@@ -92,18 +93,7 @@ class Engine:
                     options["sinks"] = options["sinks"].to(DEVICE)
                 heads = options.pop("q_heads", q_heads), options.pop("kv_heads", kv_heads)
                 size = options.pop("head_dim", head_dim)
-                made = vllm.Attention(
-                    heads[0],
-                    size,
-                    options.pop("scale", size**-0.5),
-                    heads[1],
-                    alibi_slopes=options.get("alibi_slopes"),
-                    cache_config=self.config.cache_config,
-                    logits_soft_cap=options.get("softcap"),
-                    per_layer_sliding_window=options.get("window"),
-                    prefix=f"model.layers.{i}.attn",
-                    **({"sinks": options["sinks"]} if "sinks" in options else {}),
-                )
+                made = self.make(i, heads, size, options)
                 made.process_weights_after_loading(dtype)
                 made.use_direct_call = True  # vLLM's operators are registered for its platform's device, the CPU
                 self.layers.append(SimpleNamespace(made=made, options=options, heads=heads, head_dim=size))
@@ -124,6 +114,23 @@ class Engine:
         random.Random(3).shuffle(self.free)
         self.worst = 0.0
         self.kept = {}  # tensors by name
+
+    def configure(self):
+        """Changes to the configuration, before layers are made."""
+
+    def make(self, i, heads, size, options):
+        return self.vllm.Attention(
+            heads[0],
+            size,
+            options.pop("scale", size**-0.5),
+            heads[1],
+            alibi_slopes=options.get("alibi_slopes"),
+            cache_config=self.config.cache_config,
+            logits_soft_cap=options.get("softcap"),
+            per_layer_sliding_window=options.get("window"),
+            prefix=f"model.layers.{i}.attn",
+            **({"sinks": options["sinks"]} if "sinks" in options else {}),
+        )
 
     def all_groups(self):
         return [group for groups in self.attn_groups for group in groups]
@@ -173,11 +180,14 @@ class Engine:
         slots = torch.full((len(self.groups), rows), -1, dtype=torch.int64)
         tables = [torch.zeros(padded, self.columns(group), dtype=torch.int32) for group in range(len(self.groups))]
         made, by_layer = self.build(begins, max(counts), lengths, tables, slots, for_cudagraph_capture=capture)
+        self.forward(made, by_layer, self.dummy_inputs(rows))
+
+    def dummy_inputs(self, rows):
         inputs = []
         for layer in self.layers:
             sizes = (heads * layer.head_dim for heads in (*layer.heads, layer.heads[1]))
             inputs.append([torch.ones(rows, n, dtype=self.dtype, device=DEVICE) for n in sizes])
-        self.forward(made, by_layer, inputs)
+        return inputs
 
     def columns(self, group):
         return self.builder(group).capacity.blocks * 64 // self.block_size(group)
@@ -246,9 +256,13 @@ class Engine:
             slots,
             self.cache,
             is_prefilling=torch.zeros(len(lengths), dtype=torch.bool),
+            **self.build_options(lengths),
             **options,
         )
         return made, {name: slots[g] for g, group in enumerate(self.groups) for name in group.layer_names}
+
+    def build_options(self, lengths):
+        return {}
 
     def keep(self, name, x):
         if name not in self.kept:
@@ -280,7 +294,10 @@ class Engine:
     def forward(self, made, slots, inputs):
         vllm = self.vllm
         with vllm.set_current_vllm_config(self.config), vllm.set_forward_context(made, self.config, slot_mapping=slots):
-            return [layer.made(*x) for layer, x in zip(self.layers, inputs)]
+            return [self.call(layer, *x) for layer, x in zip(self.layers, inputs)]
+
+    def call(self, layer, *inputs):
+        return layer.made(*inputs)
 
     def finish(self, batch, outputs, tolerance):
         """Compares, and counts the new tokens as stored."""

@@ -487,7 +487,7 @@ def test_products(vllm, torch, caplog, bits):
     """Plans get the option, but for exact layers, and the log says so. Other numbers are refused."""
     from kvant.vllm import layer, versions
 
-    layer._say_once.cache_clear()
+    layer.say_once.cache_clear()
     with caplog.at_level("INFO", "vllm.kvant"):
         e = Engine(vllm, [{}, {}], cache_dtype="kvant_tq8", products=bits, fresh_keys=False, skip_layers=["1"])
     a_day(e, tolerance=2.5e-2)

@@ -12,6 +12,7 @@ KERNELS = {
     "name": "cuda",
     "architectures": "80;90a",
     "head_dims": [64, 96, 128, 192, 256, 512],
+    "latents": [[512, 64]],
     "pairs": ["tq6/tq4", "tq4/tq4", "bf16/bf16", "f16/f16", "fp8/fp8"],
 }
 
@@ -96,6 +97,60 @@ def test_refused(select, options, reason):
     with pytest.raises(ValueError) as error:
         select(**options)
     assert reason in str(error.value)
+
+
+@pytest.fixture
+def select_latents(select, vllm, torch):
+    """`select` for a model with latent attention."""
+    config = vllm.configuration(
+        cache_dtype="auto", block_size=64, dtype=torch.bfloat16, max_requests=1, max_tokens=64, max_model_len=64
+    )
+    config.model_config.use_mla = True
+
+    def choose(**options):
+        with vllm.set_current_vllm_config(config):
+            return select(**({"use_mla": True, "head_size": 576, "kv_cache_dtype": "kvant_tq4"} | options))
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"capability": A100}, {"kv_cache_dtype": "auto"}, {"kv_cache_dtype": "kvant_tq8_tq5"}, {"block_size": 128},
+     {"use_kv_connector": True}],
+    ids=str,
+)  # fmt: skip
+def test_latents_are_taken(select_latents, options):
+    assert select_latents(**options) == "kvant.vllm.backend.LatentBackend"
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"use_dcp": True}, "kvant: --decode-context-parallel-size is not supported with latent attention: leave it"),
+        ({"use_sparse": True}, "kvant: sparse attention (an indexer, as in DeepSeek V3.2) is not supported: serve"),
+        ({"use_mla": False}, "kvant: this layer has no latents in a server whose model has them (a draft model?)"),
+        ({"use_pcp": True}, "PCP not supported"),
+        ({"has_sink": True}, "attention sinks not supported"),
+        ({"has_sliding_window": True}, "sliding window not supported"),
+        ({"head_size": 288}, "kvant has no CUDA kernels for 288 numbers of a latent and a rotary key: it has 512 + 64"),
+        ({"kernels": KERNELS | {"latents": []}}, "of a latent and a rotary key: it has none"),
+        ({"kernels": None}, "this build of kvant has no CUDA kernels: install"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not kvant's: choose one such as kvant_tq4"),
+        ({"block_size": 16}, "--block-size 16: kvant's blocks have 64 tokens"),
+        ({"capability": T4}, "compute capability not supported"),
+    ],
+    ids=str,
+)
+def test_latents_are_refused(select_latents, options, reason):
+    with pytest.raises(ValueError) as error:
+        select_latents(**options)
+    assert reason in str(error.value)
+
+
+def test_latents_in_float32(select_latents, torch):
+    with pytest.raises(ValueError, match="prompts of latent attention take 16 bits: choose --dtype bfloat16 or float1"):
+        select_latents(dtype=torch.float32)
 
 
 def test_who_chose_a_cache_dtype(select, vllm, torch):
