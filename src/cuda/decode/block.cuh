@@ -135,14 +135,41 @@ struct Attend {
   template <bool kHalfBlock>
   __device__ __forceinline__ void load_keys(const std::byte* stage, int i, int block, Sixteen& x, Sixteen& y) const;
 
-  // centre[n]: what every score of the page gets in row 4 n + t.
-  __device__ __forceinline__ void key_scores(const std::byte* stage, const Registers& held, const float (&centre)[NT],
-                                             float (&s)[S::kTokenTiles][NT][2]) const;
-
   template <Format F>
   __device__ uint2 query_pair(int n, int step) const {
     return *reinterpret_cast<const uint2*>(shared + S::kShared.queries + (n * kQuerySteps<F, D> + step) * 256 +
                                            lane * 8);
+  }
+  __device__ uint2 held_pair(const Registers& held, int n, int step) const {
+    if constexpr (kQueriesInRegisters) {
+      return held.pairs[n][step];
+    } else {
+      return query_pair<KF>(n, step);
+    }
+  }
+
+  template <bool kFirst, bool kHalfBlock, int kTiles>
+  __device__ __forceinline__ void multiply_key_block(const std::byte* stage, const Registers& held, int first,
+                                                     int block, const int2 (&start)[NT],
+                                                     std::int32_t (&c)[kTiles][NT][4]) const;
+  template <bool kChooses, int kTiles>
+  __device__ __forceinline__ void scale_key_sums(const std::int32_t (&c)[kTiles][NT][4],
+                                                 const KeyScales<kTiles>& of_tiles, int first, int group,
+                                                 const float (&centre)[NT], float (&s)[S::kTokenTiles][NT][2]) const;
+  __device__ __forceinline__ void integer_key_scores(const std::byte* stage, const Registers& held,
+                                                     const float (&centre)[NT],
+                                                     float (&s)[S::kTokenTiles][NT][2]) const;
+  __device__ __forceinline__ void float_key_scores(const std::byte* stage, const float (&centre)[NT],
+                                                   float (&s)[S::kTokenTiles][NT][2]) const;
+  // Scores in log2 units, scaled, of this lane's tokens (tile i, row half h) of an encoded page.
+  // centre[n]: what every score of the page gets in row 4 n + t.
+  __device__ __forceinline__ void key_scores(const std::byte* stage, const Registers& held, const float (&centre)[NT],
+                                             float (&s)[S::kTokenTiles][NT][2]) const {
+    if constexpr (is_integer(KF)) {
+      integer_key_scores(stage, held, centre, s);
+    } else {
+      float_key_scores(stage, centre, s);
+    }
   }
 
   __device__ void fp8_key_product(const std::byte* const (&row)[2], float (&c)[NT][4]) const;
