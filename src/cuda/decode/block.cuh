@@ -210,6 +210,21 @@ struct Attend {
   // The factor of the page's sums when they join the running ones, for each row and version of the probabilities.
   using Fold = float[S::kPGroups][NT];
 
+  template <int kTiles>
+  __device__ __forceinline__ void exponentials(const float (&s)[kTiles][NT][2], float (&e)[kTiles][NT][2],
+                                               float (&sum)[NT]) const;
+  template <bool kScaled, int kGroups, int kTiles>
+  __device__ __forceinline__ void find_peaks(const float (&e)[kTiles][NT][2], const float (&v)[kGroups][kTiles][2],
+                                             float (&peak)[kGroups][NT]) const;
+  template <int TW, int kGroups>
+  __device__ __forceinline__ void over_team(float (&x)[kGroups][NT]) const;
+  template <int kGroups, int kTiles>
+  __device__ __forceinline__ void poison_rows(const float (&e)[kTiles][NT][2], float (&v)[kGroups][kTiles][2]);
+  __device__ __forceinline__ bool any_large(const float (&sum)[NT]) const;
+  template <int TW, int kGroups>
+  __device__ __forceinline__ bool any_large_of_team(bool large, float (&peak)[kGroups][NT]) const;
+  template <int TW, int kGroups>
+  __device__ __forceinline__ void move_references(const float (&s)[4 / TW][NT][2]);
   template <Format F, int TW>
   __device__ __forceinline__ void weigh(const float (&s)[4 / TW][NT][2], const std::byte* scales, bool bf16,
                                         Fold& fold);
