@@ -112,6 +112,13 @@ struct Attend {
   }
 
   template <Format F>
+  __device__ __forceinline__ std::byte* query_at(std::byte* operands, int r, int i, int digit = 0) const;
+  template <Format F>
+  __device__ __forceinline__ void store_digits(std::byte* operands, int r, const float (&x)[D / 32], float inverse) const;
+  template <Format F>
+  __device__ __forceinline__ void store_halves(std::byte* operands, int r, const float (&x)[D / 32], float inverse,
+                                               bool bf16) const;
+  template <Format F>
   __device__ void load_queries(const Part& part, RawQuery& raw, bool encoded, bool bf16);
 
   // A team's pages are use_begin + team, + kTeams, ... of its part. Lane i holds numbers base + i and base + 32 + i,
@@ -189,6 +196,10 @@ struct Attend {
   // Where they pass through shared memory: those of pages `first` .. + 15 are on their way.
   __device__ std::byte* centre_rows() const { return team_memory() + S::kShared.team.centres; }
   __device__ void ask_for_centres(const Part& part, const Slots& slots, int first) const;
+  __device__ __forceinline__ void multiply_centres(const std::byte* const (&rows)[2][2], const float (&scale)[2],
+                                                   const Registers& held, Centres& centres) const;
+  __device__ __forceinline__ void multiply_centres_by_halves(const std::byte* const (&rows)[2][2],
+                                                             const float (&scale)[2], Centres& centres) const;
   __device__ __forceinline__ void find_centres(const Part& part, const Slots& slots, int first, const Registers& held,
                                                Centres& centres) const;
   __device__ __forceinline__ void centre_of(const Centres& centres, int number, float (&centre)[NT]) const;
@@ -263,6 +274,9 @@ struct Attend {
   __device__ void add_values(const std::byte* stage, const Fold& fold);
   __device__ __forceinline__ void add_values_by_halves(const std::byte* stage);
 
+  template <bool kFp8>
+  __device__ __forceinline__ void half_operands(const std::byte* octet, int row, int k, int channel,
+                                                std::uint32_t (&first)[4], std::uint32_t (&second)[4]) const;
   template <bool kFp8, int kSteps, int TW, Swap kSwap>
   __device__ void half_values(const std::byte* values, int stride, int row, int first_step, bool bf16,
                               const float (&page)[NT]);
