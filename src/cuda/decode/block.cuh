@@ -114,7 +114,8 @@ struct Attend {
   template <Format F>
   __device__ __forceinline__ std::byte* query_at(std::byte* operands, int r, int i, int digit = 0) const;
   template <Format F>
-  __device__ __forceinline__ void store_digits(std::byte* operands, int r, const float (&x)[D / 32], float inverse) const;
+  __device__ __forceinline__ void store_digits(std::byte* operands, int r, const float (&x)[D / 32],
+                                               float inverse) const;
   template <Format F>
   __device__ __forceinline__ void store_halves(std::byte* operands, int r, const float (&x)[D / 32], float inverse,
                                                bool bf16) const;
@@ -211,6 +212,9 @@ struct Attend {
                                                  int q_head, std::int64_t key, float x) const;
   template <int TW>
   __device__ __forceinline__ void transform(const Part& part, int page, float (&s)[4 / TW][NT][2]) const;
+
+  __device__ __forceinline__ void transform_page(const Part& part, int slot, int k,
+                                                 float (&s)[S::kTokenTiles][NT][2]) const;
 
   __device__ static float over_tokens(float x) {  // the largest over the lanes that share a row
 #pragma unroll
@@ -383,6 +387,7 @@ struct Attend {
   }
 
   __device__ __forceinline__ Slots begin_encoded(const Part& part);  // kernel.cuh
+  __device__ __forceinline__ void begin_block();                     // kernel.cuh
   __device__ __forceinline__ void run();                             // kernel.cuh
 };
 

@@ -114,8 +114,7 @@ __device__ __forceinline__ void Attend<S>::multiply_centres(const std::byte* con
 // The same with queries of halves, for fp8 keys.
 template <class S>
 __device__ __forceinline__ void Attend<S>::multiply_centres_by_halves(const std::byte* const (&rows)[2][2],
-                                                                      const float (&scale)[2],
-                                                                      Centres& centres) const {
+                                                                      const float (&scale)[2], Centres& centres) const {
   const Constants<codec::kCentreFormat> constants{};
   float c[NT][4] = {};
   const auto multiply = [&]<bool kHalfBlock>(int block) {

@@ -380,13 +380,7 @@ __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots sl
     ptx::wgmma_wait<0>();
     const std::byte* scales = key_stage(stage) + S::Keys::kBytes;
     group_scores(c, scales, centred, k % kGroupCentres, s);
-    if ((slot & kPlain) == 0 && slot >= 0) {
-      if ((slot & kSeen) != 0) {
-        transform_seen(part, page_at<W>(part, k), s);
-      } else {
-        transform<W>(part, page_at<W>(part, k), s);
-      }
-    }
+    if (slot >= 0) transform_page(part, slot, k, s);
 #pragma unroll
     for (int h = 0; h < 2; ++h) v[h] = half_at(scales + S::kKeyGroups * 2 * kPageTokens, 8 * g + 2 * warp + h);
     if (slot < 0) {  // no page of this domain: what is in its stage is of another one

@@ -68,7 +68,8 @@ __device__ __forceinline__ std::byte* Attend<S>::query_at(std::byte* operands, i
 // x / unit of row r as two digits, and what integer sums of the row begin with.
 template <class S>
 template <Format F>
-__device__ __forceinline__ void Attend<S>::store_digits(std::byte* operands, int r, const float (&x)[D / 32], float inverse) const {
+__device__ __forceinline__ void Attend<S>::store_digits(std::byte* operands, int r, const float (&x)[D / 32],
+                                                        float inverse) const {
   // Sums with 1.5 2^23 have the integer in their last bits. 128 more make byte 1 the nearest multiple of 256, and
   // byte 0 what remains, plus 128.
   constexpr float kMagic = 12582912.0f + 128.0f;

@@ -79,6 +79,18 @@ __device__ __forceinline__ void Attend<S>::transform(const Part& part, int page,
   }
 }
 
+// Logit transforms and visibility of encoded page k of the part, where `slot` says that the page needs them.
+template <class S>
+__device__ __forceinline__ void Attend<S>::transform_page(const Part& part, int slot, int k,
+                                                          float (&s)[S::kTokenTiles][NT][2]) const {
+  if ((slot & kPlain) != 0) return;
+  if ((slot & kSeen) != 0) {
+    transform_seen(part, page_at<W>(part, k), s);
+  } else {
+    transform<W>(part, page_at<W>(part, k), s);
+  }
+}
+
 // Exponentials of scores, relative to the references, and this lane's sums of them.
 template <class S>
 template <int kTiles>
