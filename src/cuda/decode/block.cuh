@@ -366,6 +366,14 @@ struct Attend {
                                                int number, float (&s)[1][NT][2]) const;
   __device__ __forceinline__ void store_group_weights(std::byte* to, const int (&places)[2], const float (&e)[NT][2],
                                                       const float (&v)[2]) const;
+  __device__ __forceinline__ void move_group_references(const float (&s)[1][NT][2], const float (&v)[2], float& unit,
+                                                        float& inverse);
+  __device__ __forceinline__ void lower_group_sums(float (&sums)[D / 64][R / 2]) const;
+  __device__ __forceinline__ void poison_group_rows(const float (&e)[NT][2], float (&v)[2]) const;
+  __device__ __forceinline__ void unpack_group_values(const std::byte* stage,
+                                                      std::uint32_t (&codes)[D / 64][4][4]) const;
+  __device__ __forceinline__ void write_group_sums(const Part& part, const float (&sums)[D / 64][R / 2],
+                                                   float unit) const;
   __device__ __forceinline__ bool group_part(const Part& part, Slots slots);
 
   // --- the work list: schedule/item.cuh ---
