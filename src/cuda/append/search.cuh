@@ -332,6 +332,60 @@ __device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor
   return make_fit(0.5f * fold<kThreads>(sums), static_cast<float>(q), r);
 }
 
+// An e4m3 vector: codes in words, and its scale.
+template <class Shape, class P>
+__device__ __forceinline__ void encode_fp8(const float (&y)[Shape::kElements], float largest, bool refused,
+                                           std::uint32_t (&words)[P::kWords], std::uint16_t& scale) {
+  std::uint16_t half = base::f32_to_f16(__fdiv_rn(largest, 448.0f));
+  if (__fmul_rn(base::f16_to_f32(half), 448.0f) < largest) ++half;
+  refused = refused || half >= 0x7C00u;
+  scale = refused ? codec::kPoisonedScale : half;
+  const bool zero = refused || half == 0;
+  const float r = zero ? 0.0f : __frcp_rn(base::f16_to_f32(half));
+  pack_words<typename P::Low, 8, Shape::kElements>(words, 0, P::Low::kWords, [&](int k) {
+    return zero ? 0u : static_cast<std::uint32_t>(base::f32_to_e4m3(__fmul_rn(y[k], r))) << 24;
+  });
+}
+
+// What steps of a group of elements are relative to.
+template <class Shape, bool kPeak, int kElements>
+__device__ __forceinline__ float anchor_of(const float* part, float largest) {
+  constexpr int kThreads = Shape::kThreads;
+  if constexpr (!kPeak) {
+    float sums[Shape::kSums];
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      const float square = __fmul_rn(part[k], part[k]);
+      sums[k % Shape::kSums] = k < Shape::kSums ? square : __fadd_rn(sums[k % Shape::kSums], square);
+    }
+    return __fsqrt_rn(__fdiv_rn(fold<kThreads>(sums), static_cast<float>(kElements * kThreads)));
+  } else if constexpr (kElements == Shape::kElements) {
+    return largest;
+  } else {
+    return most_between<kThreads>(largest_magnitude<kElements>(part));
+  }
+}
+
+__device__ __forceinline__ std::uint16_t stored_scale(bool refused, bool zero, float scale) {
+  if (refused) return codec::kPoisonedScale;
+  return zero ? std::uint16_t{0} : __half_as_ushort(__float2half_rn(scale));
+}
+
+// Codes of zeros, for group g of kGroups.
+template <class P, int kGroups>
+__device__ __forceinline__ void put_zero_codes(std::uint32_t (&words)[P::kWords], std::uint32_t code, int g) {
+  constexpr int kLowWords = P::Low::kWords / kGroups;
+#pragma unroll
+  for (int i = 0; i < kLowWords; ++i) words[g * kLowWords + i] = (code & P::Low::kField) * (~0u / P::Low::kField);
+  if constexpr (P::kHigh != 0) {
+    std::uint32_t* high_words = words + P::Low::kWords;
+#pragma unroll
+    for (int i = 0; i < P::High::kWords / kGroups; ++i) {
+      high_words[g * (P::High::kWords / kGroups) + i] = (code >> P::kLow) * (~0u / P::High::kField);
+    }
+  }
+}
+
 // Codes in words, and all the vector's scales. `largest`: magnitude of this thread's elements, as bits, or NaN for a
 // vector that cannot be stored.
 template <Format kFormat, class Shape, int kGroups = kScaleGroups<kFormat, Shape::kD>, class T>
@@ -350,15 +404,7 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
     largest = 0.0f;
   }
   if constexpr (codec::is_fp8(kFormat)) {
-    std::uint16_t half = base::f32_to_f16(__fdiv_rn(largest, 448.0f));
-    if (__fmul_rn(base::f16_to_f32(half), 448.0f) < largest) ++half;
-    refused = refused || half >= 0x7C00u;
-    scales[0] = refused ? codec::kPoisonedScale : half;
-    const bool zero = refused || half == 0;
-    const float r = zero ? 0.0f : __frcp_rn(base::f16_to_f32(half));
-    pack_words<typename P::Low, 8, kElements>(words, 0, kLowWords, [&](int k) {
-      return zero ? 0u : static_cast<std::uint32_t>(base::f32_to_e4m3(__fmul_rn(y[k], r))) << 24;
-    });
+    encode_fp8<Shape, P>(y, largest, refused, words, scales[0]);
   } else {
     constexpr codec::TqSpec kSpec = codec::tq_spec<kFormat>();
     Fit fits[kGroups];
@@ -380,20 +426,7 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
     for (int g = 0; g < kGroups; ++g) {
       const float* part = y + g * kElements;
       std::uint32_t* low = words + g * kLowWords;
-      float anchor;
-      if constexpr (!kSpec.peak_anchor) {
-        float sums[Shape::kSums];
-#pragma unroll
-        for (int k = 0; k < kElements; ++k) {
-          const float square = __fmul_rn(part[k], part[k]);
-          sums[k % Shape::kSums] = k < Shape::kSums ? square : __fadd_rn(sums[k % Shape::kSums], square);
-        }
-        anchor = __fsqrt_rn(__fdiv_rn(fold<kThreads>(sums), static_cast<float>(kElements * kThreads)));
-      } else if constexpr (kGroups == 1) {
-        anchor = largest;
-      } else {
-        anchor = most_between<kThreads>(largest_magnitude<kElements>(part));
-      }
+      float anchor = anchor_of<Shape, kSpec.peak_anchor, kElements>(part, largest);
       const bool zero = !(anchor >= 0x1p-40f);
       if (zero) anchor = 1.0f;
       if constexpr (LevelTable<kFormat>::kUsed) {
@@ -416,25 +449,14 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const bool zero = refused || zeros[g];
-      scales[g] = refused ? codec::kPoisonedScale
-                  : zero  ? std::uint16_t{0}
-                          : __half_as_ushort(__float2half_rn(fits[g].g));
+      scales[g] = stored_scale(refused, zero, fits[g].g);
       if (!zero) continue;
       constexpr std::uint32_t kCode = codec::tq_zero_code(kSpec);
       if constexpr (kMeet) {
 #pragma unroll
         for (int k = 0; k < kElements; ++k) tops[g * kElements + k] = kCode << (32 - kSpec.bits);
       } else {
-#pragma unroll
-        for (int i = 0; i < kLowWords; ++i) {
-          words[g * kLowWords + i] = (kCode & P::Low::kField) * (~0u / P::Low::kField);
-        }
-        if constexpr (P::kHigh != 0) {
-#pragma unroll
-          for (int i = 0; i < P::High::kWords / kGroups; ++i) {
-            high_words[g * (P::High::kWords / kGroups) + i] = (kCode >> P::kLow) * (~0u / P::High::kField);
-          }
-        }
+        put_zero_codes<P, kGroups>(words, kCode, g);
       }
     }
     if constexpr (kMeet) pack(tops, words, high_words);

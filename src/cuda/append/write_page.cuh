@@ -168,6 +168,109 @@ __device__ __forceinline__ void fill_tables_of(Format format) {
   __syncthreads();
 }
 
+// A row less its page's centre, or as it is, where the centre does not help: then its scales get the returned bit.
+template <class Shape>
+__device__ __forceinline__ std::uint32_t leave_centre(Format format, int t, bool rotates, float (&y)[Shape::kElements],
+                                                      float& largest) {
+  constexpr int kElements = Shape::kElements;
+  const auto* centre = reinterpret_cast<const float4*>(centre_floats<Shape>() + t * CentreFloats<Shape>::kApart);
+  const bool refuses = refuses_centre<Shape>(y, centre);
+  const std::uint32_t sign = refuses ? codec::kRefusedScale : 0u;
+  // y - c, rounded once, or y. A product with zero may make 0 of -0, which has a code of its own in fp8.
+  const float minus = refuses ? 0.0f : -1.0f;
+  const auto left = [&](float x, float c) {
+    if (codec::is_fp8(format)) return __fsub_rn(x, refuses ? 0.0f : c);
+    return __fmaf_rn(c, minus, x);
+  };
+#pragma unroll
+  for (int k = 0; k < kElements; k += 4) {
+    const float4 c = centre[k / 4];
+    y[k] = left(y[k], c.x), y[k + 1] = left(y[k + 1], c.y);
+    y[k + 2] = left(y[k + 2], c.z), y[k + 3] = left(y[k + 3], c.w);
+  }
+  if (codec::is_tq(format) && !rotates) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) y[k] = flushed(y[k]);
+  }
+  const float most = most_between<Shape::kThreads>(__float_as_uint(largest_or_nan<kElements>(y)));
+  if (largest == largest) largest = most;
+  return sign;
+}
+
+// Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates is
+// at least the largest given one / sqrt(D).
+__device__ __forceinline__ float least_in_doubt(const WriteParams& params, bool rotates) {
+  return rotates ? 65000.0f * params.rotation_scale : 65000.0f;
+}
+
+// A token's row in its basis: this thread's elements, and the largest magnitude of all of them, NaN where the row cannot
+// be stored. `other`: bytes to the other buffer, which is free where rows are multiplied by a matrix, because nothing is
+// staged ahead for these rows. in_doubt: a row that is smaller can be stored.
+template <class Shape>
+__device__ __forceinline__ float load_row(const WriteParams& params, const WriteSide& side, const StagedRows& staged,
+                                          const PageWork& work, int head, int token, std::byte* at, int other,
+                                          bool rotates, bool is_tq, float in_doubt, int t,
+                                          float (&y)[Shape::kElements]) {
+  constexpr int kThreads = Shape::kThreads;
+  const std::byte* from_basis = at;
+  if (side.basis == BasisKind::calibrated) {
+    auto* result = reinterpret_cast<float*>(at + other);
+    multiply_row<Shape>(reinterpret_cast<const float*>(at), result, t,
+                        side.matrix + static_cast<std::size_t>(work.page.head + head) * Shape::kD * Shape::kD);
+    from_basis = at + other;
+  }
+  const std::uint32_t mine = load_vector<Shape>(from_basis, staged.dtype, rotates, is_tq, t, params.rotation_scale, y);
+  float largest = most_between<kThreads>(mine);
+  if (__any_sync(0xFFFFFFFFu, staged.unchecked && !(largest < in_doubt))) {
+    const bool given = work.page.given(token, work.from_exact);
+    const bool storable = check_row<Shape>(params, at, staged.dtype, given, t);
+    if (sum_between<kThreads>(storable ? 0u : 1u) != 0) largest = __int_as_float(0x7FC00000);
+  }
+  return largest;
+}
+
+// Codes of values, from rows of words in shared memory, to both planes of a block.
+template <class Shape, class P, Octets kOctets, int kOf>
+__device__ __forceinline__ void store_planes(const std::byte* from, int pitch, int token, int tokens, int zeros_to,
+                                             std::byte* low, std::byte* high) {
+  store_values<Shape, P::kLow, kOctets, kOf>(from, pitch, token, tokens, zeros_to, low);
+  if constexpr (P::kHigh != 0) {
+    from += P::Low::kWords * Shape::kThreads * 4;
+    store_values<Shape, P::kHigh, kOctets, kOf>(from, pitch, token, tokens, zeros_to, high);
+  }
+}
+
+// The same of keys.
+template <class Shape, class P>
+__device__ __forceinline__ void store_key_planes(const std::byte* from, int pitch, int token, int tokens,
+                                                 std::byte* low, std::byte* high) {
+  const auto row_at = static_cast<std::size_t>(token) * (Shape::kD / 8);
+  store_keys<Shape, P::kLow>(from, pitch, tokens, low + row_at * P::kLow);
+  if constexpr (P::kHigh != 0) {
+    store_keys<Shape, P::kHigh>(from + P::Low::kWords * Shape::kThreads * 4, pitch, tokens, high + row_at * P::kHigh);
+  }
+}
+
+// A vector's words to its row's place in shared memory, and its scales to the block.
+template <class Shape, class P, int kGroups>
+__device__ __forceinline__ void put_vector(const std::uint32_t (&words)[P::kWords],
+                                           const std::uint16_t (&scales)[kGroups], std::uint32_t sign, int t,
+                                           std::byte* at, std::byte* block, const codec::SideLayout& layout,
+                                           int token) {
+  auto* codes = reinterpret_cast<std::uint32_t*>(at);
+#pragma unroll
+  for (int i = 0; i < P::kWords; ++i) {
+    codes[i * Shape::kThreads + (i < P::Low::kWords ? P::Low::place(t) : P::High::place(t))] = words[i];
+  }
+  if (t == 0) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      *reinterpret_cast<std::uint16_t*>(block + codec::scale_at(layout, token, g)) =
+          static_cast<std::uint16_t>(scales[g] | sign);
+    }
+  }
+}
+
 // The codes of a page's tokens, by a team; of one head into AnyFormat. `work` may lie in shared memory, since registers
 // that hold it would be missing.
 //   kCentred   keys may be around a centre: the page has its codes, or with AnyFormat the warp
@@ -204,10 +307,8 @@ __device__ __forceinline__ void encode_heads(const To& to, const WriteParams& pa
   const int vector = thread_of_team<Shape>(kThreads), t = static_cast<int>(threadIdx.x % kThreads);
   const int first_of_warp = thread_of_team<Shape>(32) * kOfWarp;
   const bool rotates = side.basis == BasisKind::hadamard;
-  // Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates
-  // is at least the largest given one / sqrt(D).
-  const float in_doubt = rotates ? 65000.0f * params.rotation_scale : 65000.0f;
-  constexpr bool kByOctet = kOfWarp % 8 == 0;
+  const float in_doubt = least_in_doubt(params, rotates);
+  constexpr Octets kParts = To::kOne ? Octets::parts : Octets::shared;
 
   int head = 0;
   for (int chunk = work.first; head < work.heads;) {
@@ -230,61 +331,20 @@ __device__ __forceinline__ void encode_heads(const To& to, const WriteParams& pa
     std::byte* const block = block_of(head);
     std::byte* low = block + layout.plane_offset[0];
     std::byte* high = block + layout.plane_offset[1];
-    const bool whole = (chunk | count) % 8 == 0;
+    const bool by_octet = kOfWarp % 8 == 0 && (chunk | count) % 8 == 0;
     const auto store = [&]<Format kFormat, Octets kOctets, int kOf>(const std::byte* from, int token, int tokens,
                                                                     int zeros_to) {
-      using P = Planes<kFormat, Shape>;
-      store_values<Shape, P::kLow, kOctets, kOf>(from, pitch, token, tokens, zeros_to, low);
-      if constexpr (P::kHigh != 0) {
-        from += P::Low::kWords * kThreads * 4;
-        store_values<Shape, P::kHigh, kOctets, kOf>(from, pitch, token, tokens, zeros_to, high);
-      }
+      store_planes<Shape, Planes<kFormat, Shape>, kOctets, kOf>(from, pitch, token, tokens, zeros_to, low, high);
     };
     for (int base = first_of_warp; base < count; base += kAtOnce) {
       const int place = base + vector - first_of_warp;
       const int row = min(place, count - 1);  // threads without a vector go along with the last one's
       std::byte* at = rows + row * pitch;
-      const std::byte* from_basis = at;
-      if (side.basis == BasisKind::calibrated) {
-        // The other buffer is free: nothing is staged ahead for these rows.
-        auto* result = reinterpret_cast<float*>(at + other);
-        multiply_row<Shape>(reinterpret_cast<const float*>(at), result, t,
-                            side.matrix + static_cast<std::size_t>(work.page.head + head) * Shape::kD * Shape::kD);
-        from_basis = at + other;
-      }
       float y[kElements];
-      const std::uint32_t mine =
-          load_vector<Shape>(from_basis, staged.dtype, rotates, codec::is_tq(to.format()), t, params.rotation_scale, y);
-      float largest = most_between<kThreads>(mine);
-      if (__any_sync(0xFFFFFFFFu, staged.unchecked && !(largest < in_doubt))) {
-        const bool given = work.page.given(chunk + row, work.from_exact);
-        const bool storable = check_row<Shape>(params, at, staged.dtype, given, t);
-        if (sum_between<kThreads>(storable ? 0u : 1u) != 0) largest = __int_as_float(0x7FC00000);
-      }
+      float largest = load_row<Shape>(params, side, staged, work, head, chunk + row, at, other, rotates,
+                                      codec::is_tq(to.format()), in_doubt, t, y);
       std::uint32_t sign = 0;  // the scales get it
-      if (centred) {
-        const auto* centre = reinterpret_cast<const float4*>(centre_floats<Shape>() + t * CentreFloats<Shape>::kApart);
-        const bool refuses = refuses_centre<Shape>(y, centre);
-        sign = refuses ? codec::kRefusedScale : 0u;
-        // y - c, rounded once, or y. A product with zero may make 0 of -0, which has a code of its own in fp8.
-        const float minus = refuses ? 0.0f : -1.0f;
-        const auto left = [&](float x, float c) {
-          if (codec::is_fp8(to.format())) return __fsub_rn(x, refuses ? 0.0f : c);
-          return __fmaf_rn(c, minus, x);
-        };
-#pragma unroll
-        for (int k = 0; k < kElements; k += 4) {
-          const float4 c = centre[k / 4];
-          y[k] = left(y[k], c.x), y[k + 1] = left(y[k + 1], c.y);
-          y[k + 2] = left(y[k + 2], c.z), y[k + 3] = left(y[k + 3], c.w);
-        }
-        if (codec::is_tq(to.format()) && !rotates) {
-#pragma unroll
-          for (int k = 0; k < kElements; ++k) y[k] = flushed(y[k]);
-        }
-        const float most = most_between<kThreads>(__float_as_uint(largest_or_nan<kElements>(y)));
-        if (largest == largest) largest = most;
-      }
+      if (centred) sign = leave_centre<Shape>(to.format(), t, rotates, y, largest);
       to.with([&]<Format kFormat>() {
         using P = Planes<kFormat, Shape>;
         const Tables<kFormat, To::kOne> tables(ptx::shared_address(tables_at));
@@ -294,39 +354,22 @@ __device__ __forceinline__ void encode_heads(const To& to, const WriteParams& pa
         regroup<typename P::Low, P::kLow>(words, t);
         if constexpr (P::kHigh != 0) regroup<typename P::High, P::kHigh>(words + P::Low::kWords, t);
         __syncwarp();
-        if (place < count) {
-          auto* codes = reinterpret_cast<std::uint32_t*>(at);
-#pragma unroll
-          for (int i = 0; i < P::kWords; ++i) {
-            codes[i * kThreads + (i < P::Low::kWords ? P::Low::place(t) : P::High::place(t))] = words[i];
-          }
-          if (t == 0) {
-#pragma unroll
-            for (int g = 0; g < kScaleGroups<kFormat, Shape::kD>; ++g) {
-              *reinterpret_cast<std::uint16_t*>(block + codec::scale_at(layout, chunk + row, g)) =
-                  static_cast<std::uint16_t>(scales[g] | sign);
-            }
-          }
-        }
+        if (place < count) put_vector<Shape, P>(words, scales, sign, t, at, block, layout, chunk + row);
         __syncwarp();
         const int of_warp = min(kOfWarp, count - base);
         const std::byte* from = rows + base * pitch;
         if (!is_value) {
-          const auto row_at = static_cast<std::size_t>(chunk + base) * (Shape::kD / 8);
-          store_keys<Shape, P::kLow>(from, pitch, of_warp, low + row_at * P::kLow);
-          if constexpr (P::kHigh != 0) {
-            store_keys<Shape, P::kHigh>(from + P::Low::kWords * kThreads * 4, pitch, of_warp, high + row_at * P::kHigh);
-          }
-        } else if (kByOctet && whole) {
+          store_key_planes<Shape, P>(from, pitch, chunk + base, of_warp, low, high);
+        } else if (by_octet) {
           store.template operator()<kFormat, Octets::whole, 32>(from, chunk + base, of_warp, of_warp);
         }
       });
     }
-    if (is_value && !(kByOctet && whole)) {
+    if (is_value && !by_octet) {
       team_barrier<Shape>();
+      const int zeros = !To::kOne && work.clears ? -work.last & 7 : 0;
       to.with([&]<Format kFormat>() {
-        store.template operator()<kFormat, To::kOne ? Octets::parts : Octets::shared, Shape::kTeamThreads>(
-            rows, chunk, count, !To::kOne && work.clears ? count + (-work.last & 7) : count);
+        store.template operator()<kFormat, kParts, Shape::kTeamThreads>(rows, chunk, count, count + zeros);
       });
       team_barrier<Shape>();
     }

@@ -102,31 +102,31 @@ __device__ std::uint32_t insert(const base::CopyTable& table, std::int32_t block
   }
 }
 
-// As core::TailCopies::begin_step, whose steps these are.
-__global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_constant__ BeginStep step) {
-  __shared__ int sums[kWarps];
-  __shared__ int of_age[base::kAgeOfUnused + 1];
-  __shared__ int youngest, left;
-  __shared__ StepLists::Counts counts;
-  const TailState& tail = step.tail;
-  const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const StepNumber now = __ldcg(tail.step) + base::kNumbersOfStep;
-  const bool has_copies = tail.count > 0;
-  const std::int32_t pages = has_copies ? step.tables.batch * pages_of_sequence(tail.ends) : 0;
+__device__ TailCopy copy_at(const TailState& tail, std::int32_t i) {
+  return {__ldcg(&tail.copies[i].block), __ldcg(&tail.copies[i].used)};
+}
+__device__ int age_of(const TailCopy& copy, StepNumber now) {
+  return static_cast<int>(base::copy_age(copy.block, copy.used, now));
+}
+// What a block that wants a copy has in its entry, below 0: the first of the batch's `pages` pages that does.
+__device__ std::int32_t mark_of(std::int32_t pages, std::int32_t at) {
+  return -2 - (pages - at);
+}
 
-  if (thread == 0) counts = {};
-  for (std::int32_t i = thread; has_copies && i < kListedRows; i += kThreads) tail.lists.rows[i].copy = -1;
-  // Blocks in the middle of a long step are encoded from its rows. A copy that one of them has is of an earlier life.
+// Blocks in the middle of a long step are encoded from its rows. A copy that one of them has is of an earlier life.
+__device__ __forceinline__ void forget_middles(const BeginStep& step, std::int32_t thread, bool has_copies) {
   for (std::int32_t i = thread / 32; has_copies && i < step.tables.batch; i += kWarps) {
     const StepSequence s = sequence_of(step, i);
     for (std::int32_t p = max(s.pages.begun, s.pages.sinks) + thread % 32; p < s.pages.fresh; p += 32) {
-      if (s.blocks[p] >= 0) tail.forget(s.blocks[p]);
+      if (s.blocks[p] >= 0) step.tail.forget(s.blocks[p]);
     }
   }
-  __syncthreads();
+}
 
-  // Copies that the step needs; blocks that want one leave the first page that does in their entry, below 0.
-  const auto mark = [&](std::int32_t at) { return -2 - (pages - at); };
+// Copies that the step needs are used now; blocks without one are marked. Whether this thread marked any.
+__device__ __forceinline__ bool mark_wanted(const BeginStep& step, std::int32_t thread, std::int32_t pages,
+                                            StepNumber now) {
+  const TailState& tail = step.tail;
   bool any = false;
   for (std::int32_t at = thread; at < pages; at += kThreads) {
     const Page page = page_of(step, at);
@@ -140,81 +140,83 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
       atomicMax(&tail.copies[copy].used, now - page.need);
       if (page.rows > 0) tail.touched[copy] = now;
     } else if (page.kind == Page::begins) {
-      atomicMin(&tail.table.entries[insert(tail.table, page.block)].copy, mark(at));
+      atomicMin(&tail.table.entries[insert(tail.table, page.block)].copy, mark_of(pages, at));
       any = true;
     }
   }
-  any = __syncthreads_or(any ? 1 : 0) != 0;
-  if (thread == 0) *tail.step = now;
+  return any;
+}
 
-  const auto copy_at = [&](std::int32_t i) {
-    return TailCopy{__ldcg(&tail.copies[i].block), __ldcg(&tail.copies[i].used)};
-  };
-  // Blocks with tokens that only their copies have, and that the step does not write to.
+// Blocks with tokens that only their copies have, and that the step does not write to.
+__device__ __forceinline__ void list_full(const TailState& tail, std::int32_t thread, StepNumber now,
+                                          StepLists::Counts& counts) {
   for (std::int32_t i = thread; i < tail.count; i += kThreads) {
     const base::Unencoded what{__ldcg(reinterpret_cast<const std::uint32_t*>(tail.unencoded) + i)};
     if (!what.any() || __ldcg(tail.touched + i) == now) continue;
-    append(tail, tail.lists.full, counts.full, {copy_at(i).block, i, what});
+    append(tail, tail.lists.full, counts.full, {copy_at(tail, i).block, i, what});
     tail.unencoded[i] = {};
   }
+}
 
-  if (any) {
-    int wanted = 0, enough = 0;  // by need, then in the order of the batch; and the first ones, which get a copy
-    const auto age = [&](const TailCopy& c) { return static_cast<int>(base::copy_age(c.block, c.used, now)); };
-    if (thread <= static_cast<std::int32_t>(base::kAgeOfUnused)) of_age[thread] = 0;
-    __syncthreads();
-    for (std::int32_t i = thread; i < tail.count; i += kThreads) atomicAdd(&of_age[age(copy_at(i))], 1);
-    __syncthreads();
-    int room = tail.count;
-    for (std::uint32_t need = 0; need < base::kCopyNeeds && wanted == enough; ++need) {
-      room -= of_age[need];  // older copies than this need's alone are given
-      for (std::int32_t first = 0; first < pages; first += kThreads) {
-        const std::int32_t at = first + thread;
-        const Page page = at < pages ? page_of(step, at) : Page{};
-        const bool wants = page.kind == Page::begins && page.need == need && tail.table.find(page.block) == mark(at);
-        const Sum sum = sum_in_order(wants ? 1 : 0, sums);
-        if (wants && wanted + sum.before < tail.count) tail.wanted[wanted + sum.before] = {page.block, now - need};
-        wanted += sum.all;
-      }
-      enough = max(enough, min(wanted, room));
+// Lists the marked blocks by need, then in the order of the batch. Returns how many of them, the first ones, get a
+// copy. of_age: how many copies there are of each age.
+__device__ __forceinline__ int list_wanted(const BeginStep& step, std::int32_t thread, std::int32_t pages,
+                                           StepNumber now, const int* of_age, int* sums) {
+  const TailState& tail = step.tail;
+  int wanted = 0, enough = 0, room = tail.count;
+  for (std::uint32_t need = 0; need < base::kCopyNeeds && wanted == enough; ++need) {
+    room -= of_age[need];  // older copies than this need's alone are given
+    for (std::int32_t first = 0; first < pages; first += kThreads) {
+      const std::int32_t at = first + thread;
+      const Page page = at < pages ? page_of(step, at) : Page{};
+      const bool wants =
+          page.kind == Page::begins && page.need == need && tail.table.find(page.block) == mark_of(pages, at);
+      const Sum sum = sum_in_order(wants ? 1 : 0, sums);
+      if (wants && wanted + sum.before < tail.count) tail.wanted[wanted + sum.before] = {page.block, now - need};
+      wanted += sum.all;
     }
-
-    // Room for them: copies of the highest ages, of the youngest of these ages the first ones.
-    if (thread == 0) youngest = static_cast<int>(base::kAgeOfUnused) + 1, left = 0;  // nobody gives
-    const int my_age = static_cast<int>(base::kAgeOfUnused) - thread, mine = my_age >= 0 ? of_age[my_age] : 0;
-    const int older = sum_in_order(mine, sums).before;
-    if (older < enough && enough <= older + mine) youngest = my_age, left = enough - older;
-    __syncthreads();
-    int of_youngest = 0, given = 0;
-    for (std::int32_t first = 0; first < tail.count; first += kThreads) {
-      const std::int32_t i = first + thread;
-      const int a = i < tail.count ? age(copy_at(i)) : -1;
-      const Sum same = sum_in_order(a == youngest ? 1 : 0, sums);
-      const bool gives = a > youngest || (a == youngest && of_youngest + same.before < left);
-      const Sum sum = sum_in_order(gives ? 1 : 0, sums);
-      if (gives) {
-        const TailCopy* new_owner = tail.wanted + given + sum.before;
-        tail.copies[i] = {__ldcg(&new_owner->block), __ldcg(&new_owner->used)};
-        tail.written[i] = 0;
-        tail.unencoded[i] = {};  // its old block may begin anew in this step
-        tail.touched[i] = now;
-      }
-      of_youngest += same.all;
-      given += sum.all;
-    }
-
-    __syncthreads();
-    for (auto i = static_cast<std::uint32_t>(thread); i <= tail.table.mask; i += kThreads)
-      tail.table.entries[i] = {-1, -1};
-    __syncthreads();
-    for (std::int32_t i = thread; i < tail.count; i += kThreads) {
-      const std::int32_t block = copy_at(i).block;
-      if (block >= 0) tail.table.entries[insert(tail.table, block)].copy = i;
-    }
+    enough = max(enough, min(wanted, room));
   }
-  __syncthreads();
+  return enough;
+}
 
-  // The step's rows that go to copies.
+// Gives listed blocks copies: those above the age `youngest`, and of that age the first `left`.
+__device__ __forceinline__ void give_copies(const TailState& tail, std::int32_t thread, StepNumber now,
+                                            const int& youngest, const int& left, int* sums) {
+  int of_youngest = 0, given = 0;
+  for (std::int32_t first = 0; first < tail.count; first += kThreads) {
+    const std::int32_t i = first + thread;
+    const int a = i < tail.count ? age_of(copy_at(tail, i), now) : -1;
+    const Sum same = sum_in_order(a == youngest ? 1 : 0, sums);
+    const bool gives = a > youngest || (a == youngest && of_youngest + same.before < left);
+    const Sum sum = sum_in_order(gives ? 1 : 0, sums);
+    if (gives) {
+      const TailCopy* new_owner = tail.wanted + given + sum.before;
+      tail.copies[i] = {__ldcg(&new_owner->block), __ldcg(&new_owner->used)};
+      tail.written[i] = 0;
+      tail.unencoded[i] = {};  // its old block may begin anew in this step
+      tail.touched[i] = now;
+    }
+    of_youngest += same.all;
+    given += sum.all;
+  }
+}
+
+// The table of blocks that have a copy, made anew.
+__device__ __forceinline__ void fill_table(const TailState& tail, std::int32_t thread) {
+  for (auto i = static_cast<std::uint32_t>(thread); i <= tail.table.mask; i += kThreads)
+    tail.table.entries[i] = {-1, -1};
+  __syncthreads();
+  for (std::int32_t i = thread; i < tail.count; i += kThreads) {
+    const std::int32_t block = copy_at(tail, i).block;
+    if (block >= 0) tail.table.entries[insert(tail.table, block)].copy = i;
+  }
+}
+
+// The step's rows that go to copies.
+__device__ __forceinline__ void list_rows(const BeginStep& step, std::int32_t thread, std::int32_t pages,
+                                          StepLists::Counts& counts) {
+  const TailState& tail = step.tail;
   for (std::int32_t at = thread; at < pages; at += kThreads) {
     const Page page = page_of(step, at);
     if (page.kind == Page::none) continue;
@@ -233,6 +235,11 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
       if (row >= 0) tail.lists.rows[row] = to;
     }
   }
+}
+
+// Sequences whose last page begins in the step, and has no copy.
+__device__ __forceinline__ void list_begun(const BeginStep& step, std::int32_t thread, StepLists::Counts& counts) {
+  const TailState& tail = step.tail;
   for (std::int32_t i = thread; i < step.tables.batch; i += kThreads) {
     const StepSequence s = sequence_of(step, i);
     const std::int32_t p = (s.length - 1) / kPageTokens;  // the last page
@@ -240,6 +247,47 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
     const int place = atomicAdd(&counts.begun, 1);
     if (place < kListedRows) tail.lists.begun[place] = i;
   }
+}
+
+// As core::TailCopies::begin_step, whose steps these are.
+__global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_constant__ BeginStep step) {
+  __shared__ int sums[kWarps];
+  __shared__ int of_age[base::kAgeOfUnused + 1];
+  __shared__ int youngest, left;
+  __shared__ StepLists::Counts counts;
+  const TailState& tail = step.tail;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const StepNumber now = __ldcg(tail.step) + base::kNumbersOfStep;
+  const bool has_copies = tail.count > 0;
+  const std::int32_t pages = has_copies ? step.tables.batch * pages_of_sequence(tail.ends) : 0;
+
+  if (thread == 0) counts = {};
+  for (std::int32_t i = thread; has_copies && i < kListedRows; i += kThreads) tail.lists.rows[i].copy = -1;
+  forget_middles(step, thread, has_copies);
+  __syncthreads();
+  const bool any = __syncthreads_or(mark_wanted(step, thread, pages, now) ? 1 : 0) != 0;
+  if (thread == 0) *tail.step = now;
+  list_full(tail, thread, now, counts);
+  if (any) {
+    if (thread <= static_cast<std::int32_t>(base::kAgeOfUnused)) of_age[thread] = 0;
+    __syncthreads();
+    for (std::int32_t i = thread; i < tail.count; i += kThreads) atomicAdd(&of_age[age_of(copy_at(tail, i), now)], 1);
+    __syncthreads();
+    const int enough = list_wanted(step, thread, pages, now, of_age, sums);
+
+    // Room for them: copies of the highest ages, of the youngest of these ages the first ones.
+    if (thread == 0) youngest = static_cast<int>(base::kAgeOfUnused) + 1, left = 0;  // nobody gives
+    const int my_age = static_cast<int>(base::kAgeOfUnused) - thread, mine = my_age >= 0 ? of_age[my_age] : 0;
+    const int older = sum_in_order(mine, sums).before;
+    if (older < enough && enough <= older + mine) youngest = my_age, left = enough - older;
+    __syncthreads();
+    give_copies(tail, thread, now, youngest, left, sums);
+    __syncthreads();
+    fill_table(tail, thread);
+  }
+  __syncthreads();
+  list_rows(step, thread, pages, counts);
+  list_begun(step, thread, counts);
   __syncthreads();
   if (thread == 0) {
     counts.copied = min(counts.copied, tail.count);

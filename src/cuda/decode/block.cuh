@@ -112,6 +112,14 @@ struct Attend {
   }
 
   template <Format F>
+  __device__ __forceinline__ std::byte* query_at(std::byte* operands, int r, int i, int digit = 0) const;
+  template <Format F>
+  __device__ __forceinline__ void store_digits(std::byte* operands, int r, const float (&x)[D / 32],
+                                               float inverse) const;
+  template <Format F>
+  __device__ __forceinline__ void store_halves(std::byte* operands, int r, const float (&x)[D / 32], float inverse,
+                                               bool bf16) const;
+  template <Format F>
   __device__ void load_queries(const Part& part, RawQuery& raw, bool encoded, bool bf16);
 
   // A team's pages are use_begin + team, + kTeams, ... of its part. Lane i holds numbers base + i and base + 32 + i,
@@ -135,14 +143,41 @@ struct Attend {
   template <bool kHalfBlock>
   __device__ __forceinline__ void load_keys(const std::byte* stage, int i, int block, Sixteen& x, Sixteen& y) const;
 
-  // centre[n]: what every score of the page gets in row 4 n + t.
-  __device__ __forceinline__ void key_scores(const std::byte* stage, const Registers& held, const float (&centre)[NT],
-                                             float (&s)[S::kTokenTiles][NT][2]) const;
-
   template <Format F>
   __device__ uint2 query_pair(int n, int step) const {
     return *reinterpret_cast<const uint2*>(shared + S::kShared.queries + (n * kQuerySteps<F, D> + step) * 256 +
                                            lane * 8);
+  }
+  __device__ uint2 held_pair(const Registers& held, int n, int step) const {
+    if constexpr (kQueriesInRegisters) {
+      return held.pairs[n][step];
+    } else {
+      return query_pair<KF>(n, step);
+    }
+  }
+
+  template <bool kFirst, bool kHalfBlock, int kTiles>
+  __device__ __forceinline__ void multiply_key_block(const std::byte* stage, const Registers& held, int first,
+                                                     int block, const int2 (&start)[NT],
+                                                     std::int32_t (&c)[kTiles][NT][4]) const;
+  template <bool kChooses, int kTiles>
+  __device__ __forceinline__ void scale_key_sums(const std::int32_t (&c)[kTiles][NT][4],
+                                                 const KeyScales<kTiles>& of_tiles, int first, int group,
+                                                 const float (&centre)[NT], float (&s)[S::kTokenTiles][NT][2]) const;
+  __device__ __forceinline__ void integer_key_scores(const std::byte* stage, const Registers& held,
+                                                     const float (&centre)[NT],
+                                                     float (&s)[S::kTokenTiles][NT][2]) const;
+  __device__ __forceinline__ void float_key_scores(const std::byte* stage, const float (&centre)[NT],
+                                                   float (&s)[S::kTokenTiles][NT][2]) const;
+  // Scores in log2 units, scaled, of this lane's tokens (tile i, row half h) of an encoded page.
+  // centre[n]: what every score of the page gets in row 4 n + t.
+  __device__ __forceinline__ void key_scores(const std::byte* stage, const Registers& held, const float (&centre)[NT],
+                                             float (&s)[S::kTokenTiles][NT][2]) const {
+    if constexpr (is_integer(KF)) {
+      integer_key_scores(stage, held, centre, s);
+    } else {
+      float_key_scores(stage, centre, s);
+    }
   }
 
   __device__ void fp8_key_product(const std::byte* const (&row)[2], float (&c)[NT][4]) const;
@@ -162,6 +197,10 @@ struct Attend {
   // Where they pass through shared memory: those of pages `first` .. + 15 are on their way.
   __device__ std::byte* centre_rows() const { return team_memory() + S::kShared.team.centres; }
   __device__ void ask_for_centres(const Part& part, const Slots& slots, int first) const;
+  __device__ __forceinline__ void multiply_centres(const std::byte* const (&rows)[2][2], const float (&scale)[2],
+                                                   const Registers& held, Centres& centres) const;
+  __device__ __forceinline__ void multiply_centres_by_halves(const std::byte* const (&rows)[2][2],
+                                                             const float (&scale)[2], Centres& centres) const;
   __device__ __forceinline__ void find_centres(const Part& part, const Slots& slots, int first, const Registers& held,
                                                Centres& centres) const;
   __device__ __forceinline__ void centre_of(const Centres& centres, int number, float (&centre)[NT]) const;
@@ -174,6 +213,9 @@ struct Attend {
   template <int TW>
   __device__ __forceinline__ void transform(const Part& part, int page, float (&s)[4 / TW][NT][2]) const;
 
+  __device__ __forceinline__ void transform_page(const Part& part, int slot, int k,
+                                                 float (&s)[S::kTokenTiles][NT][2]) const;
+
   __device__ static float over_tokens(float x) {  // the largest over the lanes that share a row
 #pragma unroll
     for (int h = 4; h < 32; h *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, h));
@@ -183,6 +225,21 @@ struct Attend {
   // The factor of the page's sums when they join the running ones, for each row and version of the probabilities.
   using Fold = float[S::kPGroups][NT];
 
+  template <int kTiles>
+  __device__ __forceinline__ void exponentials(const float (&s)[kTiles][NT][2], float (&e)[kTiles][NT][2],
+                                               float (&sum)[NT]) const;
+  template <bool kScaled, int kGroups, int kTiles>
+  __device__ __forceinline__ void find_peaks(const float (&e)[kTiles][NT][2], const float (&v)[kGroups][kTiles][2],
+                                             float (&peak)[kGroups][NT]) const;
+  template <int TW, int kGroups>
+  __device__ __forceinline__ void over_team(float (&x)[kGroups][NT]) const;
+  template <int kGroups, int kTiles>
+  __device__ __forceinline__ void poison_rows(const float (&e)[kTiles][NT][2], float (&v)[kGroups][kTiles][2]);
+  __device__ __forceinline__ bool any_large(const float (&sum)[NT]) const;
+  template <int TW, int kGroups>
+  __device__ __forceinline__ bool any_large_of_team(bool large, float (&peak)[kGroups][NT]) const;
+  template <int TW, int kGroups>
+  __device__ __forceinline__ void move_references(const float (&s)[4 / TW][NT][2]);
   template <Format F, int TW>
   __device__ __forceinline__ void weigh(const float (&s)[4 / TW][NT][2], const std::byte* scales, bool bf16,
                                         Fold& fold);
@@ -221,6 +278,9 @@ struct Attend {
   __device__ void add_values(const std::byte* stage, const Fold& fold);
   __device__ __forceinline__ void add_values_by_halves(const std::byte* stage);
 
+  template <bool kFp8>
+  __device__ __forceinline__ void half_operands(const std::byte* octet, int row, int k, int channel,
+                                                std::uint32_t (&first)[4], std::uint32_t (&second)[4]) const;
   template <bool kFp8, int kSteps, int TW, Swap kSwap>
   __device__ void half_values(const std::byte* values, int stride, int row, int first_step, bool bf16,
                               const float (&page)[NT]);
@@ -306,6 +366,14 @@ struct Attend {
                                                int number, float (&s)[1][NT][2]) const;
   __device__ __forceinline__ void store_group_weights(std::byte* to, const int (&places)[2], const float (&e)[NT][2],
                                                       const float (&v)[2]) const;
+  __device__ __forceinline__ void move_group_references(const float (&s)[1][NT][2], const float (&v)[2], float& unit,
+                                                        float& inverse);
+  __device__ __forceinline__ void lower_group_sums(float (&sums)[D / 64][R / 2]) const;
+  __device__ __forceinline__ void poison_group_rows(const float (&e)[NT][2], float (&v)[2]) const;
+  __device__ __forceinline__ void unpack_group_values(const std::byte* stage,
+                                                      std::uint32_t (&codes)[D / 64][4][4]) const;
+  __device__ __forceinline__ void write_group_sums(const Part& part, const float (&sums)[D / 64][R / 2],
+                                                   float unit) const;
   __device__ __forceinline__ bool group_part(const Part& part, Slots slots);
 
   // --- the work list: schedule/item.cuh ---
@@ -327,6 +395,7 @@ struct Attend {
   }
 
   __device__ __forceinline__ Slots begin_encoded(const Part& part);  // kernel.cuh
+  __device__ __forceinline__ void begin_block();                     // kernel.cuh
   __device__ __forceinline__ void run();                             // kernel.cuh
 };
 

@@ -67,11 +67,87 @@ __device__ __forceinline__ void centre_halves(const Sixteen& x, int i, std::uint
   first = half(i % 2 * 2), second = half(i % 2 * 2 + 1);
 }
 
+// Products of the centres in rows[h], whose codes are followed by their high plane, with queries of digits.
+template <class S>
+__device__ __forceinline__ void Attend<S>::multiply_centres(const std::byte* const (&rows)[2][2],
+                                                            const float (&scale)[2], const Registers& held,
+                                                            Centres& centres) const {
+  const Constants<codec::kCentreFormat> constants{};  // the format has no table of levels
+  std::int32_t c[NT][4];
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    int2 start = *reinterpret_cast<const int2*>(&info->start[0][2 * (4 * n + t)]);
+#pragma unroll
+    for (int group = 1; group < S::kSumGroups; ++group) {
+      const int2 more = *reinterpret_cast<const int2*>(&info->start[group][2 * (4 * n + t)]);
+      start.x += more.x, start.y += more.y;
+    }
+    c[n][0] = c[n][2] = start.x, c[n][1] = c[n][3] = start.y;
+  }
+  const auto multiply = [&]<bool kHalfBlock>(int block) {
+    constexpr Format kFormat = codec::kCentreFormat;
+    const Sixteen x = centre_levels<KF>(load_key_codes<kFormat, kHalfBlock>(rows[0], block, t, constants));
+    const Sixteen y = centre_levels<KF>(load_key_codes<kFormat, kHalfBlock>(rows[1], block, t, constants));
+#pragma unroll
+    for (int j = 0; j < (kHalfBlock ? 1 : 2); ++j) {
+      const std::uint32_t a[4] = {x.first[j], y.first[j], x.second[j], y.second[j]};
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const uint2 b = held_pair(held, n, 2 * block + j);
+        ptx::mma(c[n], a, b.x, b.y);
+      }
+    }
+  };
+#pragma unroll(D <= 128 ? D / 64 : 2)
+  for (int block = 0; block < D / 64; ++block) multiply.template operator()<false>(block);
+  if constexpr (D % 64 != 0) multiply.template operator()<true>(D / 64);
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float product = static_cast<float>(256 * c[n][2 * h] + c[n][2 * h + 1]);
+      centres.of[h][n] = product * (scale[h] * info->scale[4 * n + t]);
+    }
+  }
+}
+
+// The same with queries of halves, for fp8 keys.
+template <class S>
+__device__ __forceinline__ void Attend<S>::multiply_centres_by_halves(const std::byte* const (&rows)[2][2],
+                                                                      const float (&scale)[2], Centres& centres) const {
+  const Constants<codec::kCentreFormat> constants{};
+  float c[NT][4] = {};
+  const auto multiply = [&]<bool kHalfBlock>(int block) {
+    constexpr Format kFormat = codec::kCentreFormat;
+    const Sixteen x = load_key_codes<kFormat, kHalfBlock>(rows[0], block, t, constants);
+    const Sixteen y = load_key_codes<kFormat, kHalfBlock>(rows[1], block, t, constants);
+#pragma unroll
+    for (int j = 0; j < (kHalfBlock ? 2 : 4); ++j) {
+      std::uint32_t a[4];
+      centre_halves(x, j, a[0], a[2]);
+      centre_halves(y, j, a[1], a[3]);
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const uint2 b = query_pair<Format::fp8>(n, 4 * block + j);
+        ptx::mma_f16(c[n], a, b.x, b.y);
+      }
+    }
+  };
+#pragma unroll 1
+  for (int block = 0; block < D / 64; ++block) multiply.template operator()<false>(block);
+  if constexpr (D % 64 != 0) multiply.template operator()<true>(D / 64);
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      centres.of[h][n] = (c[n][2 * h] + c[n][2 * h + 1]) * (scale[h] * info->scale[4 * n + t]);
+  }
+}
+
 template <class S>
 __device__ __forceinline__ void Attend<S>::find_centres(const Part& part, const Slots& slots, int first,
                                                         const Registers& held, Centres& centres) const {
   if constexpr (S::kTakesCentres) {
-    constexpr Format kFormat = codec::kCentreFormat;
     // All sixteen are in one half of the table, which begins at a multiple of 32.
     const int at = first - slots.base, half = at < 32 ? slots.here : slots.next;
     const std::byte* rows[2][2];
@@ -92,74 +168,10 @@ __device__ __forceinline__ void Attend<S>::find_centres(const Part& part, const 
       rows[h][1] = rows[h][0] + D / 2;
       scale[h] = half_at(rows[h][1] + D / 4, 0);
     }
-    const Constants<kFormat> constants{};  // the format has no table of levels
     if constexpr (is_integer(KF)) {
-      std::int32_t c[NT][4];
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        int2 start = *reinterpret_cast<const int2*>(&info->start[0][2 * (4 * n + t)]);
-#pragma unroll
-        for (int group = 1; group < S::kSumGroups; ++group) {
-          const int2 more = *reinterpret_cast<const int2*>(&info->start[group][2 * (4 * n + t)]);
-          start.x += more.x, start.y += more.y;
-        }
-        c[n][0] = c[n][2] = start.x, c[n][1] = c[n][3] = start.y;
-      }
-      const auto multiply = [&]<bool kHalfBlock>(int block) {
-        const Sixteen x = centre_levels<KF>(load_key_codes<kFormat, kHalfBlock>(rows[0], block, t, constants));
-        const Sixteen y = centre_levels<KF>(load_key_codes<kFormat, kHalfBlock>(rows[1], block, t, constants));
-#pragma unroll
-        for (int j = 0; j < (kHalfBlock ? 1 : 2); ++j) {
-          const std::uint32_t a[4] = {x.first[j], y.first[j], x.second[j], y.second[j]};
-#pragma unroll
-          for (int n = 0; n < NT; ++n) {
-            uint2 b;
-            if constexpr (kQueriesInRegisters) {
-              b = held.pairs[n][2 * block + j];
-            } else {
-              b = query_pair<KF>(n, 2 * block + j);
-            }
-            ptx::mma(c[n], a, b.x, b.y);
-          }
-        }
-      };
-#pragma unroll(D <= 128 ? D / 64 : 2)
-      for (int block = 0; block < D / 64; ++block) multiply.template operator()<false>(block);
-      if constexpr (D % 64 != 0) multiply.template operator()<true>(D / 64);
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float product = static_cast<float>(256 * c[n][2 * h] + c[n][2 * h + 1]);
-          centres.of[h][n] = product * (scale[h] * info->scale[4 * n + t]);
-        }
-      }
+      multiply_centres(rows, scale, held, centres);
     } else {
-      float c[NT][4] = {};
-      const auto multiply = [&]<bool kHalfBlock>(int block) {
-        const Sixteen x = load_key_codes<kFormat, kHalfBlock>(rows[0], block, t, constants);
-        const Sixteen y = load_key_codes<kFormat, kHalfBlock>(rows[1], block, t, constants);
-#pragma unroll
-        for (int j = 0; j < (kHalfBlock ? 2 : 4); ++j) {
-          std::uint32_t a[4];
-          centre_halves(x, j, a[0], a[2]);
-          centre_halves(y, j, a[1], a[3]);
-#pragma unroll
-          for (int n = 0; n < NT; ++n) {
-            const uint2 b = query_pair<Format::fp8>(n, 4 * block + j);
-            ptx::mma_f16(c[n], a, b.x, b.y);
-          }
-        }
-      };
-#pragma unroll 1
-      for (int block = 0; block < D / 64; ++block) multiply.template operator()<false>(block);
-      if constexpr (D % 64 != 0) multiply.template operator()<true>(D / 64);
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          centres.of[h][n] = (c[n][2 * h] + c[n][2 * h + 1]) * (scale[h] * info->scale[4 * n + t]);
-      }
+      multiply_centres_by_halves(rows, scale, centres);
     }
   }
 }

@@ -90,6 +90,17 @@ __device__ __forceinline__ void Attend<S>::multiply_keys(std::uint32_t query_ope
   ptx::wgmma_commit();
 }
 
+// Codes of a block of 64 channels, of rows g and g + 8, as register operands.
+template <int kSteps>
+__device__ __forceinline__ void put_operands(const Sixteen& x, const Sixteen& y, int block,
+                                             std::uint32_t (&a)[kSteps][4]) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    a[2 * block + j][0] = x.first[j], a[2 * block + j][1] = y.first[j];
+    a[2 * block + j][2] = x.second[j], a[2 * block + j][3] = y.second[j];
+  }
+}
+
 // The centres of pages `first` .. + 31 of the part, whose products with all rows it leaves in shared memory.
 template <class S>
 __device__ __forceinline__ void Attend<S>::find_group_centres(const Part& part, const Slots& slots, int first,
@@ -114,11 +125,7 @@ __device__ __forceinline__ void Attend<S>::find_group_centres(const Part& part, 
     for (int block = 0; block < D / 64; ++block) {
       const Sixteen x = centre_levels<KF>(load_key_codes<kFormat, false>(rows[0], block, t, constants));
       const Sixteen y = centre_levels<KF>(load_key_codes<kFormat, false>(rows[1], block, t, constants));
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        a[2 * block + j][0] = x.first[j], a[2 * block + j][1] = y.first[j];
-        a[2 * block + j][2] = x.second[j], a[2 * block + j][3] = y.second[j];
-      }
+      put_operands(x, y, block, a);
     }
     std::int32_t c[4 * NT];
     multiply_keys(query_operand, a, c);
@@ -205,6 +212,106 @@ __device__ __forceinline__ void Attend<S>::store_group_weights(std::byte* to, co
   }
 }
 
+// A new reference for every row, a new unit of value scales, by all warps.
+template <class S>
+__device__ __forceinline__ void Attend<S>::move_group_references(const float (&s)[1][NT][2], const float (&v)[2],
+                                                                 float& unit, float& inverse) {
+  auto& room = *reinterpret_cast<GroupScratch<S>*>(scratch);
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    const float x = over_tokens(fmaxf(s[0][n][0], s[0][n][1]));
+    if (g == 0) room.top[warp][NT * t + n] = x;
+  }
+  const float most = fmaxf(v[0] == v[0] ? v[0] : 0.0f, v[1] == v[1] ? v[1] : 0.0f), here = warp_max(most);
+  if (lane == 0) room.largest[warp] = here;
+  __syncthreads();
+  float largest = unit;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) largest = fmaxf(largest, room.largest[i]);
+  const float shrink = __fdividef(unit, largest);
+  unit = largest, inverse = __fdividef(1.0f, largest);
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    float x = m[n];
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) x = fmaxf(x, room.top[i][NT * t + n]);
+    const float alpha = ptx::ex2(m[n] - x);
+    (&room.l[n / 4][threadIdx.x].x)[n % 4] *= alpha;
+    if (warp == 0 && g == 0) room.alpha[NT * t + n] = alpha * shrink, room.m[NT * t + n] = x;
+  }
+  __syncthreads();
+}
+
+// A scale that is not a number poisons whoever sees its key; to others it is 0.
+template <class S>
+__device__ __forceinline__ void Attend<S>::poison_group_rows(const float (&e)[NT][2], float (&v)[2]) const {
+  auto& room = *reinterpret_cast<GroupScratch<S>*>(scratch);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (v[h] == v[h]) continue;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) (&room.l[n / 4][threadIdx.x].x)[n % 4] += e[n][h] != 0.0f ? v[h] : 0.0f;
+    v[h] = 0.0f;
+  }
+}
+
+// Sums to new references.
+template <class S>
+__device__ __forceinline__ void Attend<S>::lower_group_sums(float (&sums)[D / 64][R / 2]) const {
+  const auto& room = *reinterpret_cast<const GroupScratch<S>*>(scratch);
+#pragma unroll
+  for (int i = 0; i < R / 2; ++i) {
+    if (i % 4 >= 2) continue;
+    const float alpha = room.alpha[i / 4 * 8 + 2 * t + i % 2];
+#pragma unroll
+    for (int tile = 0; tile < D / 64; ++tile) sums[tile][i] *= alpha, sums[tile][i + 2] *= alpha;
+  }
+}
+
+// This lane's values of a page, as operands.
+template <class S>
+__device__ __forceinline__ void Attend<S>::unpack_group_values(const std::byte* stage,
+                                                               std::uint32_t (&codes)[D / 64][4][4]) const {
+  constexpr int kTiles = D / 64;
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    Sixteen x[kTiles];
+    load_values(stage, 4 * step + t, D / 4 * warp, x);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      std::uint32_t pairs[8];  // four of row g, four of row g + 8
+      to_small_halves<VF>(x[tile], pairs);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        std::uint32_t(&a)[4] = codes[tile][2 * step + j];
+        a[0] = pairs[2 * j], a[1] = pairs[4 + 2 * j], a[2] = pairs[2 * j + 1], a[3] = pairs[5 + 2 * j];
+      }
+    }
+  }
+}
+
+// Sums of channels D / 4 w + 2 kTiles g + 2 tile, + 1, to the partial.
+template <class S>
+__device__ __forceinline__ void Attend<S>::write_group_sums(const Part& part, const float (&sums)[D / 64][R / 2],
+                                                            float unit) const {
+  constexpr int kTiles = D / 64;
+  const float of = 512.0f * unit;  // to_small_halves
+  float* out = p.partial_o + static_cast<std::size_t>(part.partial) * static_cast<std::size_t>(R * D);
+#pragma unroll
+  for (int i = 0; i < R / 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int column = 8 * i + 2 * t + j, row = 4 * (column % NT) + column / NT;
+      float* to = out + row * D + D / 4 * warp + 2 * kTiles * g;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const float2 x = {sums[tile][4 * i + j] * of, sums[tile][4 * i + 2 + j] * of};
+        reinterpret_cast<float2*>(to)[tile] = x;
+      }
+    }
+  }
+}
+
 // All pages of a part, and its partial. Returns is_last().
 template <class S>
 __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots slots) {
@@ -285,46 +392,12 @@ __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots sl
     ptx::copy_wait<0>();  // this thread's of page k
     if (__syncthreads_or(large ? 1 : 0) != 0) {
       // The slow way, of all warps: a new reference for every row, a new unit of value scales.
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        const float x = over_tokens(fmaxf(s[0][n][0], s[0][n][1]));
-        if (g == 0) room.top[warp][NT * t + n] = x;
-      }
-      const float most = fmaxf(v[0] == v[0] ? v[0] : 0.0f, v[1] == v[1] ? v[1] : 0.0f), here = warp_max(most);
-      if (lane == 0) room.largest[warp] = here;
-      __syncthreads();
-      float largest = unit;
-#pragma unroll
-      for (int i = 0; i < kWarps; ++i) largest = fmaxf(largest, room.largest[i]);
-      const float shrink = __fdividef(unit, largest);
-      unit = largest, inverse = __fdividef(1.0f, largest);
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        float x = m[n];
-#pragma unroll
-        for (int i = 0; i < kWarps; ++i) x = fmaxf(x, room.top[i][NT * t + n]);
-        const float alpha = ptx::ex2(m[n] - x);
-        (&room.l[n / 4][threadIdx.x].x)[n % 4] *= alpha;
-        if (warp == 0 && g == 0) room.alpha[NT * t + n] = alpha * shrink, room.m[NT * t + n] = x;
-      }
-      __syncthreads();
+      move_group_references(s, v, unit, inverse);
       exponentials();
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {  // A scale that is not a number poisons whoever sees its key; to others it is 0.
-        if (v[h] == v[h]) continue;
-#pragma unroll
-        for (int n = 0; n < NT; ++n) (&room.l[n / 4][threadIdx.x].x)[n % 4] += e[n][h] != 0.0f ? v[h] : 0.0f;
-        v[h] = 0.0f;
-      }
+      poison_group_rows(e, v);
       store();
       __syncthreads();
-#pragma unroll
-      for (int i = 0; i < R / 2; ++i) {
-        if (i % 4 >= 2) continue;
-        const float alpha = room.alpha[i / 4 * 8 + 2 * t + i % 2];
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) sums[tile][i] *= alpha, sums[tile][i + 2] *= alpha;
-      }
+      lower_group_sums(sums);
     }
 #pragma unroll
     for (int i = 0; i < NT / 4; ++i) {
@@ -353,40 +426,16 @@ __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots sl
       for (int block = 0; block < D / 64; ++block) {
         Sixteen x, y;
         load_keys<false>(key_stage(stage), 0, block, x, y);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          a[2 * block + j][0] = x.first[j], a[2 * block + j][1] = y.first[j];
-          a[2 * block + j][2] = x.second[j], a[2 * block + j][3] = y.second[j];
-        }
+        put_operands(x, y, block, a);
       }
       ptx::wgmma_wait<0>();  // the values of the page before
       multiply_keys(query_operand, a, c);
     }
-#pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      Sixteen x[kTiles];
-      load_values(value_stage(stage), 4 * step + t, D / 4 * warp, x);
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        std::uint32_t pairs[8];  // four of row g, four of row g + 8
-        to_small_halves<VF>(x[tile], pairs);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          std::uint32_t(&a)[4] = codes[tile][2 * step + j];
-          a[0] = pairs[2 * j], a[1] = pairs[4 + 2 * j], a[2] = pairs[2 * j + 1], a[3] = pairs[5 + 2 * j];
-        }
-      }
-    }
+    unpack_group_values(value_stage(stage), codes);
     ptx::wgmma_wait<0>();
     const std::byte* scales = key_stage(stage) + S::Keys::kBytes;
     group_scores(c, scales, centred, k % kGroupCentres, s);
-    if ((slot & kPlain) == 0 && slot >= 0) {
-      if ((slot & kSeen) != 0) {
-        transform_seen(part, page_at<W>(part, k), s);
-      } else {
-        transform<W>(part, page_at<W>(part, k), s);
-      }
-    }
+    if (slot >= 0) transform_page(part, slot, k, s);
 #pragma unroll
     for (int h = 0; h < 2; ++h) v[h] = half_at(scales + S::kKeyGroups * 2 * kPageTokens, 8 * g + 2 * warp + h);
     if (slot < 0) {  // no page of this domain: what is in its stage is of another one
@@ -403,21 +452,7 @@ __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots sl
 #pragma unroll
   for (int n = 0; n < NT; ++n) l[n] = (&room.l[n / 4][threadIdx.x].x)[n % 4];
   leave_rows();
-  const float of = 512.0f * unit;  // to_small_halves
-  float* out = p.partial_o + static_cast<std::size_t>(part.partial) * static_cast<std::size_t>(R * D);
-#pragma unroll
-  for (int i = 0; i < R / 8; ++i) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int column = 8 * i + 2 * t + j, row = 4 * (column % NT) + column / NT;
-      float* to = out + row * D + D / 4 * warp + 2 * kTiles * g;
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const float2 x = {sums[tile][4 * i + j] * of, sums[tile][4 * i + 2 + j] * of};
-        reinterpret_cast<float2*>(to)[tile] = x;
-      }
-    }
-  }
+  write_group_sums(part, sums, unit);
   return end_partial(part);
 }
 

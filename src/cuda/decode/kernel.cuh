@@ -26,16 +26,21 @@
 
 namespace kvant::cuda {
 
+// Barriers, and tables of levels.
+template <class S>
+__device__ __forceinline__ void Attend<S>::begin_block() {
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (int i = 0; i < S::kTeams * S::kBarriers; ++i) {
+    ptx::mbarrier_init(ptx::shared_address(shared + S::kShared.barriers) + 8 * i, 32 * W);
+  }
+  Constants<KF>::put(info->constants[0]);
+  if constexpr (KF != VF) Constants<VF>::put(info->constants[1]);
+}
+
 template <class S>
 __device__ __forceinline__ void Attend<S>::run() {
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < S::kTeams * S::kBarriers; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(shared + S::kShared.barriers) + 8 * i, 32 * W);
-    }
-    Constants<KF>::put(info->constants[0]);
-    if constexpr (KF != VF) Constants<VF>::put(info->constants[1]);
-  }
+  begin_block();
   // A block computes its first part while the previous launch still runs. That launch may change lengths, so the part
   // is a guess until the launch has ended and the lengths are found unchanged. Nothing else that the launch writes is
   // read before. A longer batch than one window is read before only where it does not change.

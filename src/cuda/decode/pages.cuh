@@ -83,13 +83,7 @@ __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uin
         for (int n = 0; n < NT; ++n) centre[n] = 0.0f;
       }
       key_scores(key_stage(), held, centre, s);
-      if ((slot & kPlain) == 0) {
-        if ((slot & kSeen) != 0) {
-          transform_seen(part, page_at<W>(part, k), s);
-        } else {
-          transform<W>(part, page_at<W>(part, k), s);
-        }
-      }
+      transform_page(part, slot, k, s);
     }
     // Until every lane has read its keys and scales, and written its weights.
     if constexpr (S::kHalfWeights) {

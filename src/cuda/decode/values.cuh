@@ -138,6 +138,29 @@ __device__ __forceinline__ void Attend<S>::add_values_by_halves(const std::byte*
   }
 }
 
+// Tokens 4 k .. 4 k + 3 of an octet, of four channels: pairs of the first two tokens, and of the others.
+template <class S>
+template <bool kFp8>
+__device__ __forceinline__ void Attend<S>::half_operands(const std::byte* octet, int row, int k, int channel,
+                                                         std::uint32_t (&first)[4], std::uint32_t (&second)[4]) const {
+  if constexpr (kFp8) {
+    std::uint32_t codes[4];
+    load_words<16>(octet + k * row + channel * 4, codes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) unpack_fp8(codes[i], first[i], second[i]);
+  } else {
+    std::uint32_t x[4][2];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) load_words<8>(octet + (4 * k + j) * row + channel * 2, x[j]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t selector = i % 2 == 0 ? 0x5410 : 0x7632;
+      first[i] = ptx::prmt(x[0][i / 2], x[1][i / 2], selector);
+      second[i] = ptx::prmt(x[2][i / 2], x[3][i / 2], selector);
+    }
+  }
+}
+
 // Values of 16-bit floats (rows of `row` bytes a token) or e4m3 (of a quad), octets `stride` bytes apart; kSteps times
 // four octets, from 4 `first_step` on.
 template <class S>
@@ -166,22 +189,7 @@ __device__ void Attend<S>::half_values(const std::byte* values, int stride, int 
 #pragma unroll
       for (int k = 0; k < 2; ++k) {  // tokens 4 k .. of the octet
         std::uint32_t first[4], second[4];
-        if constexpr (kFp8) {
-          std::uint32_t codes[4];
-          load_words<16>(octet + k * row + channel * 4, codes);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) unpack_fp8(codes[i], first[i], second[i]);
-        } else {
-          std::uint32_t x[4][2];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) load_words<8>(octet + (4 * k + j) * row + channel * 2, x[j]);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const std::uint32_t selector = i % 2 == 0 ? 0x5410 : 0x7632;
-            first[i] = ptx::prmt(x[0][i / 2], x[1][i / 2], selector);
-            second[i] = ptx::prmt(x[2][i / 2], x[3][i / 2], selector);
-          }
-        }
+        half_operands<kFp8>(octet, row, k, channel, first, second);
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
           const std::uint32_t a[4] = {first[2 * tile], first[2 * tile + 1], second[2 * tile], second[2 * tile + 1]};

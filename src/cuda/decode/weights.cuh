@@ -79,6 +79,154 @@ __device__ __forceinline__ void Attend<S>::transform(const Part& part, int page,
   }
 }
 
+// Logit transforms and visibility of encoded page k of the part, where `slot` says that the page needs them.
+template <class S>
+__device__ __forceinline__ void Attend<S>::transform_page(const Part& part, int slot, int k,
+                                                          float (&s)[S::kTokenTiles][NT][2]) const {
+  if ((slot & kPlain) != 0) return;
+  if ((slot & kSeen) != 0) {
+    transform_seen(part, page_at<W>(part, k), s);
+  } else {
+    transform<W>(part, page_at<W>(part, k), s);
+  }
+}
+
+// Exponentials of scores, relative to the references, and this lane's sums of them.
+template <class S>
+template <int kTiles>
+__device__ __forceinline__ void Attend<S>::exponentials(const float (&s)[kTiles][NT][2], float (&e)[kTiles][NT][2],
+                                                        float (&sum)[NT]) const {
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    sum[n] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) sum[n] += e[i][n][h] = ptx::ex2(s[i][n][h] - m[n]);
+    }
+  }
+}
+
+// The largest product of each row and version, of an exponential and a value scale (kScaled) or 1.
+template <class S>
+template <bool kScaled, int kGroups, int kTiles>
+__device__ __forceinline__ void Attend<S>::find_peaks(const float (&e)[kTiles][NT][2],
+                                                      const float (&v)[kGroups][kTiles][2],
+                                                      float (&peak)[kGroups][NT]) const {
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) {
+      float x = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) x = fmaxf(x, kScaled ? e[i][n][h] * v[q][i][h] : e[i][n][h]);
+      }
+      peak[q][n] = over_tokens(x);
+    }
+  }
+}
+
+// The largest of `x` over the team's warps.
+template <class S>
+template <int TW, int kGroups>
+__device__ __forceinline__ void Attend<S>::over_team(float (&x)[kGroups][NT]) const {
+  if constexpr (TW > 1) {
+    float* mine = scratch + warp % TW * R * kGroups;
+    if (g == 0) {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+#pragma unroll
+        for (int q = 0; q < kGroups; ++q) mine[(4 * n + t) * kGroups + q] = x[q][n];
+      }
+    }
+    team_sync<TW>();
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int other = 0; other < TW; ++other) {
+        const float* theirs = scratch + (other * R + 4 * n + t) * kGroups;
+#pragma unroll
+        for (int q = 0; q < kGroups; ++q) x[q][n] = fmaxf(x[q][n], theirs[q]);
+      }
+    }
+  }
+}
+
+// A scale that is not a number poisons whoever sees its key; to others it is 0.
+template <class S>
+template <int kGroups, int kTiles>
+__device__ __forceinline__ void Attend<S>::poison_rows(const float (&e)[kTiles][NT][2],
+                                                       float (&v)[kGroups][kTiles][2]) {
+#pragma unroll
+  for (int q = 0; q < kGroups; ++q) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float bad = v[q][i][h] * 0.0f;
+        v[q][i][h] = fmaxf(v[q][i][h], 0.0f);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) l[n] += e[i][n][h] != 0.0f ? bad : 0.0f;
+      }
+    }
+  }
+}
+
+// Whether a sum of the warp is so large that references must move.
+template <class S>
+__device__ __forceinline__ bool Attend<S>::any_large(const float (&sum)[NT]) const {
+  constexpr float kLargeSum = 16384.0f;
+  bool is = false;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) is = is || !(sum[n] <= kLargeSum);
+  return __any_sync(~0u, is);
+}
+
+// The same of the team, whose largest products are in `peak` then.
+template <class S>
+template <int TW, int kGroups>
+__device__ __forceinline__ bool Attend<S>::any_large_of_team(bool large, float (&peak)[kGroups][NT]) const {
+#pragma unroll
+  for (int q = 0; q < kGroups; ++q) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) peak[q][n] = large ? -kNone : peak[q][n];
+  }
+  over_team<TW>(peak);
+  bool is = false;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) is = is || peak[0][n] == -kNone;
+  return __any_sync(~0u, is);
+}
+
+// References that no score of the team is above.
+template <class S>
+template <int TW, int kGroups>
+__device__ __forceinline__ void Attend<S>::move_references(const float (&s)[4 / TW][NT][2]) {
+  using L = Split<TW, DV, BW>;
+  float top[kGroups][NT];
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    float x = kLowest;
+#pragma unroll
+    for (int i = 0; i < L::kTokenTiles; ++i) x = fmaxf(x, fmaxf(s[i][n][0], s[i][n][1]));
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) top[q][n] = over_tokens(x);
+  }
+  team_sync<TW>();
+  over_team<TW>(top);
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    const float m_new = fmaxf(m[n], top[0][n]);
+    const float alpha = ptx::ex2(m[n] - m_new);
+    m[n] = m_new;
+    l[n] *= alpha;
+#pragma unroll
+    for (int i = 0; i < 2 * L::kUnits; ++i) o[i][n][0] *= alpha, o[i][n][1] *= alpha;
+  }
+}
+
 // Scores to weights in shared memory, for values of format F; value scales at `scales` (none: null). Exponentials are
 // relative to a reference `m` that moves only when some are large: after the first pages, rarely.
 template <class S>
@@ -89,7 +237,6 @@ __device__ __forceinline__ void Attend<S>::weigh(const float (&s)[4 / TW][NT][2]
   const int member = warp % TW;
   constexpr int kGroups = is_half(F) ? 1 : S::kPGroups;
   constexpr bool kScaled = !is_half(F);
-  constexpr float kLargeSum = 16384.0f;
   float v[kGroups][L::kTokenTiles][2];
   float poison = 0.0f;
   if constexpr (kScaled) {
@@ -106,120 +253,21 @@ __device__ __forceinline__ void Attend<S>::weigh(const float (&s)[4 / TW][NT][2]
     }
   }
   float e[L::kTokenTiles][NT][2], sum[NT], peak[kGroups][NT];
-  const auto exponentials = [&] {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      sum[n] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < L::kTokenTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) sum[n] += e[i][n][h] = ptx::ex2(s[i][n][h] - m[n]);
-      }
-    }
-  };
-  const auto is_large = [&] {
-    bool is = false;
-#pragma unroll
-    for (int n = 0; n < NT; ++n) is = is || !(sum[n] <= kLargeSum);
-    return __any_sync(~0u, is);
-  };
-  // The largest product of each row and version.
-  const auto find_peaks = [&] {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-#pragma unroll
-      for (int q = 0; q < kGroups; ++q) {
-        float x = 0.0f;
-#pragma unroll
-        for (int i = 0; i < L::kTokenTiles; ++i) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) x = fmaxf(x, kScaled ? e[i][n][h] * v[q][i][h] : e[i][n][h]);
-        }
-        peak[q][n] = over_tokens(x);
-      }
-    }
-  };
-  // The largest of `x` over the team's warps.
-  const auto over_team = [&](float(&x)[kGroups][NT]) {
-    if constexpr (TW > 1) {
-      float* mine = scratch + member * R * kGroups;
-      if (g == 0) {
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-#pragma unroll
-          for (int q = 0; q < kGroups; ++q) mine[(4 * n + t) * kGroups + q] = x[q][n];
-        }
-      }
-      team_sync<TW>();
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-#pragma unroll
-        for (int other = 0; other < TW; ++other) {
-          const float* theirs = scratch + (other * R + 4 * n + t) * kGroups;
-#pragma unroll
-          for (int q = 0; q < kGroups; ++q) x[q][n] = fmaxf(x[q][n], theirs[q]);
-        }
-      }
-    }
-  };
-  exponentials();
-  if (__any_sync(~0u, poison != poison)) {
-    // A scale that is not a number poisons whoever sees its key; to others it is 0.
-#pragma unroll
-    for (int q = 0; q < kGroups; ++q) {
-#pragma unroll
-      for (int i = 0; i < L::kTokenTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float bad = v[q][i][h] * 0.0f;
-          v[q][i][h] = fmaxf(v[q][i][h], 0.0f);
-#pragma unroll
-          for (int n = 0; n < NT; ++n) l[n] += e[i][n][h] != 0.0f ? bad : 0.0f;
-        }
-      }
-    }
-  }
-  bool large = is_large();
+  exponentials(s, e, sum);
+  if (__any_sync(~0u, poison != poison)) poison_rows(e, v);
+  bool large = any_large(sum);
   if constexpr (TW > 1) {
-    find_peaks();
-#pragma unroll
-    for (int q = 0; q < kGroups; ++q) {
-#pragma unroll
-      for (int n = 0; n < NT; ++n) peak[q][n] = large ? -kNone : peak[q][n];
-    }
-    over_team(peak);
-    bool is = false;
-#pragma unroll
-    for (int n = 0; n < NT; ++n) is = is || peak[0][n] == -kNone;
-    large = __any_sync(~0u, is);
+    find_peaks<kScaled>(e, v, peak);
+    large = any_large_of_team<TW>(large, peak);
   }
   if (large) {
-    float top[kGroups][NT];
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      float x = kLowest;
-#pragma unroll
-      for (int i = 0; i < L::kTokenTiles; ++i) x = fmaxf(x, fmaxf(s[i][n][0], s[i][n][1]));
-#pragma unroll
-      for (int q = 0; q < kGroups; ++q) top[q][n] = over_tokens(x);
-    }
-    team_sync<TW>();
-    over_team(top);
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      const float m_new = fmaxf(m[n], top[0][n]);
-      const float alpha = ptx::ex2(m[n] - m_new);
-      m[n] = m_new;
-      l[n] *= alpha;
-#pragma unroll
-      for (int i = 0; i < 2 * L::kUnits; ++i) o[i][n][0] *= alpha, o[i][n][1] *= alpha;
-    }
-    exponentials();
+    move_references<TW, kGroups>(s);
+    exponentials(s, e, sum);
     team_sync<TW>();
   }
   if (TW == 1 || large) {
-    find_peaks();
-    over_team(peak);
+    find_peaks<kScaled>(e, v, peak);
+    over_team<TW>(peak);
   }
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
@@ -265,17 +313,6 @@ __device__ __forceinline__ void Attend<S>::weigh_halves(const float (&s)[S::kTok
     all_scales += scale;
   });
   float e[kTiles][NT][2], sum[NT];
-  const auto exponentials = [&] {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      sum[n] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) sum[n] += e[i][n][h] = ptx::ex2(s[i][n][h] - m[n]);
-      }
-    }
-  };
   const auto store = [&] {
 #pragma unroll
     for (int q = 0; q < kGroups; ++q) {
@@ -291,7 +328,7 @@ __device__ __forceinline__ void Attend<S>::weigh_halves(const float (&s)[S::kTok
       }
     }
   };
-  exponentials();
+  exponentials(s, e, sum);
   float all = 0.0f;
 #pragma unroll
   for (int n = 0; n < NT; ++n) all += sum[n];
@@ -331,7 +368,7 @@ __device__ __forceinline__ void Attend<S>::weigh_halves(const float (&s)[S::kTok
 #pragma unroll
       for (int i = 0; i < 2 * S::kUnits; ++i) o[i][n][0] *= alpha * shrink, o[i][n][1] *= alpha * shrink;
     }
-    exponentials();
+    exponentials(s, e, sum);
     each_scale([&](float& scale, int, int i, int h) {
       const float bad = scale - scale;  // A scale that is not finite poisons whoever sees its key; to others it is 0.
       if (bad == 0.0f) return;
