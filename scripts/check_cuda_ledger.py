@@ -4,8 +4,9 @@ committed ledger docs/lab/cuda-ledger.txt.
 
 Reads what ptxas said of each kernel (OBJECT.ptxas, kept by scripts/nvcc_logged.sh). A kernel that begins to spill, or
 takes many more registers, has lost occupancy long before anyone measures it on a GPU; this shows it on any machine that
-has nvcc. Architectures and units that the build left out are not compared (and --write keeps their lines); those of
-10.0 and 12.0 are compared in a build with KVANT_CUDA_ARCHITECTURES="100;120". Fails when spills or shared memory grow,
+has nvcc. Architectures and units that the build left out are not compared (and --write keeps their lines), nor are
+kernels that a build of some pairs of formats left out; those of 10.0 and 12.0 are compared in a build with
+KVANT_CUDA_ARCHITECTURES="100;120". Fails when spills or shared memory grow,
 registers grow by more than 8, or kernels come or go; --write accepts.
 
 Fails, too, where a kernel has copies that ptxas assembled to what is no instruction (ptx::stream16 says when).
@@ -30,12 +31,17 @@ OBJECTS = re.compile(r"kvant_cuda(_hopper)?\.dir")
 SHARED = re.compile(r"(\d+) bytes smem")
 
 
+def setting(folder, name):
+    """The value in the build's configuration; None: it has none of that name."""
+    found = re.search(rf"^{name}:\w+=(.*)$", (folder / "CMakeCache.txt").read_text(), re.M)
+    return found and found[1]
+
+
 def nvcc_version(folder):
-    cache = (folder / "CMakeCache.txt").read_text()
-    nvcc = re.search(r"^CMAKE_CUDA_COMPILER:\w+=(.*)$", cache, re.M)
+    nvcc = setting(folder, "CMAKE_CUDA_COMPILER")
     if not nvcc:
         sys.exit(f"{folder}: not configured with KVANT_CUDA=ON (./dev gpu-build)")
-    text = subprocess.run([nvcc[1], "--version"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     return re.search(r"V(\d+\.\d+\.\d+)", text)[1]
 
 
@@ -178,9 +184,10 @@ def main():
     summary = f"{len(rows)} kernels over {len({arch for _, _, arch in rows})} architectures, {spilling} spill"
     built = {arch for _, _, arch in rows}
     left_out = {unit_name(path) for path in known_objects(folder) if not path.exists()}
+    has_all_pairs = setting(folder, "KVANT_CUDA_PAIRS") == "default"
 
     def is_built(key):
-        return key[2] in built and key[0] not in left_out
+        return key[2] in built and key[0] not in left_out and (has_all_pairs or key in rows)
 
     if "--write" in sys.argv:
         LEDGER.parent.mkdir(exist_ok=True)

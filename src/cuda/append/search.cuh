@@ -347,7 +347,7 @@ __device__ __forceinline__ void encode_fp8(const float (&y)[Shape::kElements], f
   });
 }
 
-// What steps of a group of elements are relative to.
+// The magnitude that steps of a group of elements are relative to.
 template <class Shape, bool kPeak, int kElements>
 __device__ __forceinline__ float anchor_of(const float* part, float largest) {
   constexpr int kThreads = Shape::kThreads;

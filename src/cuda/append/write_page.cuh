@@ -197,15 +197,15 @@ __device__ __forceinline__ std::uint32_t leave_centre(Format format, int t, bool
   return sign;
 }
 
-// Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates is
-// at least the largest given one / sqrt(D).
+// Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates
+// is at least the largest given one / sqrt(D).
 __device__ __forceinline__ float least_in_doubt(const WriteParams& params, bool rotates) {
   return rotates ? 65000.0f * params.rotation_scale : 65000.0f;
 }
 
-// A token's row in its basis: this thread's elements, and the largest magnitude of all of them, NaN where the row cannot
-// be stored. `other`: bytes to the other buffer, which is free where rows are multiplied by a matrix, because nothing is
-// staged ahead for these rows. in_doubt: a row that is smaller can be stored.
+// A token's row in its basis: this thread's elements, and the largest magnitude of all of them, NaN where the row
+// cannot be stored. `other`: bytes to the other buffer, which is free where rows are multiplied by a matrix, because
+// nothing is staged ahead for these rows. in_doubt: a row that is smaller can be stored.
 template <class Shape>
 __device__ __forceinline__ float load_row(const WriteParams& params, const WriteSide& side, const StagedRows& staged,
                                           const PageWork& work, int head, int token, std::byte* at, int other,

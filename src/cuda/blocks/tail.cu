@@ -108,7 +108,7 @@ __device__ TailCopy copy_at(const TailState& tail, std::int32_t i) {
 __device__ int age_of(const TailCopy& copy, StepNumber now) {
   return static_cast<int>(base::copy_age(copy.block, copy.used, now));
 }
-// What a block that wants a copy has in its entry, below 0: the first of the batch's `pages` pages that does.
+// The entry of a block that wants a copy, below 0: the first of the batch's `pages` pages that wants one.
 __device__ std::int32_t mark_of(std::int32_t pages, std::int32_t at) {
   return -2 - (pages - at);
 }

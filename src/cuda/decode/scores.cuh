@@ -83,7 +83,7 @@ __device__ __forceinline__ void Attend<S>::scale_key_sums(const std::int32_t (&c
   }
 }
 
-// Of codes that are integers.
+// Scores of keys whose codes are integers.
 template <class S>
 __device__ __forceinline__ void Attend<S>::integer_key_scores(const std::byte* stage, const Registers& held,
                                                               const float (&centre)[NT],
@@ -116,7 +116,7 @@ __device__ __forceinline__ void Attend<S>::integer_key_scores(const std::byte* s
   }
 }
 
-// Of codes that are floats.
+// Scores of keys whose codes are floats.
 template <class S>
 __device__ __forceinline__ void Attend<S>::float_key_scores(const std::byte* stage, const float (&centre)[NT],
                                                             float (&s)[S::kTokenTiles][NT][2]) const {
