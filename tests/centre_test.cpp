@@ -121,8 +121,8 @@ TEST(Centre, AKeyMayRefuseIt) {
         for (int i = 0; i < d; ++i) y[i] = c[i] * share;
         const bool refuses = share < 0.5f;
         EXPECT_EQ(codec::refuses_centre(y, c, d), refuses) << share;
-        codec::store_key(page, block.data(), 9, y, c);
-        codec::load_key(page, block.data(), 9, nullptr, read);
+        codec::store_vector(page, false, block.data(), 9, y, c);
+        codec::load_vector(page, false, block.data(), 9, nullptr, read);
         EXPECT_EQ(codec::is_refused(page.k, block.data(), 9), refuses) << share;
         std::vector<std::byte> plain = block;
         for (int i = 0; i < d; ++i) other[i] = refuses ? y[i] : y[i] - c[i];
@@ -148,7 +148,7 @@ TEST(Centre, ZeroAndNaNCarryTheSign) {
     std::vector<std::byte> block(page.block_bytes);
     float c[codec::kMaxHeadDim] = {1000.0f}, y[codec::kMaxHeadDim] = {};
     const auto stored = [&] {
-      codec::store_key(page, block.data(), 3, y, c);
+      codec::store_vector(page, false, block.data(), 3, y, c);
       return base::load_u16(block.data() + codec::scale_at(page.k, 3, 0));
     };
     EXPECT_EQ(stored(), 0x8000u);
@@ -178,13 +178,13 @@ TEST(Centre, OfAPageIsTheMeanOfItsKeysAsTheyAreRead) {
     int refused = 0;
     for (int t = 0; t < kPageTokens; ++t) {
       for (int i = 0; i < d; ++i) y[i] = draw.normal() + (t % 3 == 0 ? 0.0f : 2.0f);
-      codec::store_key(page, block.data(), t, y, c);
-      codec::load_key(page, block.data(), t, nullptr, y);
+      codec::store_vector(page, false, block.data(), t, y, c);
+      codec::load_vector(page, false, block.data(), t, nullptr, y);
       refused += codec::is_refused(page.k, block.data(), t) ? 1 : 0;
       for (int i = 0; i < d; ++i) mean[static_cast<std::size_t>(i)] += static_cast<double>(y[i]) / kPageTokens;
     }
     EXPECT_EQ(refused, 22) << name;
-    codec::mean_of_page(page, block.data(), y);
+    codec::mean_of_page(page, false, block.data(), y);
     for (int i = 0; i < d; ++i) EXPECT_NEAR(y[i], mean[static_cast<std::size_t>(i)], 1e-5) << name << " " << i;
   }
 }
@@ -194,7 +194,7 @@ void make_plain(const CentreJob& job) {
   const codec::SideLayout side = codec::centre_layout(*job.layout);
   const int d = job.layout->head_dim;
   std::vector<float> y(codec::kMaxHeadDim);
-  if (job.of == CentreJob::Of::page) codec::mean_of_page(*job.layout, job.from, y.data());
+  if (job.of == CentreJob::Of::page) codec::mean_of_page(*job.layout, false, job.from, y.data());
   if (job.of == CentreJob::Of::rows) {
     codec::MeanOfRows mean(d, y.data());
     for (int i = 0; i < job.rows.count; ++i) {
@@ -285,7 +285,7 @@ TEST(Centre, EveryInstructionSetMakesTheCodecsBytes) {
       for (int t = 0; t < kPageTokens; ++t) {
         const float share = static_cast<float>(draw.bits() % 3) * 0.5f;  // some of these refuse
         for (int i = 0; i < d; ++i) y[i] = c[i] * share + draw.normal() * 0.125f;
-        codec::store_key(page, block.data(), t, y, c);
+        codec::store_vector(page, false, block.data(), t, y, c);
       }
       job = CentreJob{};
       job.of = CentreJob::Of::page;
