@@ -61,8 +61,8 @@ struct CacheConfig {
   /// page: encoded pages of 64 keys keep a mean key, at 0.125 bits a key value or less, and encode what is left, but of
   /// keys that are nearer to zero: tq and fp8 keys. automatic: page for these. config() says which.
   KeyCentre k_centre = KeyCentre::automatic;
-  /// page: the same of latents, 6 bytes a token of 512 numbers. automatic: page for tq and fp8 latents, but not beside a
-  /// k_centre of none, and not on a device.
+  /// page: the same of latents, 7 bytes a token of 512 numbers. automatic: page for tq and fp8 latents, but not beside
+  /// a k_centre of none, and not on a device.
   KeyCentre v_centre = KeyCentre::automatic;
   std::shared_ptr<const BasisSet> bases{};  ///< required by BasisKind::calibrated, refused without
   std::vector<float> k_levels{};            ///< lut formats: 2^bits level values, ascending

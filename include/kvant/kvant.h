@@ -216,7 +216,7 @@ typedef struct kvant_cache_config {
                                   elements in this order, an output latent. Plans need a scale. 0 (default): keys and
                                   values of heads */
   int32_t rope;
-  kvant_key_centre v_centre; /* of latents; default KVANT_CENTRE_AUTOMATIC */
+  kvant_key_centre v_centre; /* the latents'; default KVANT_CENTRE_AUTOMATIC */
 } kvant_cache_config;
 
 /* Caches on a device

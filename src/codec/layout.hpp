@@ -85,7 +85,7 @@ KVANT_HD constexpr bool takes_centre(Format f) {
   return is_tq(f) || f == Format::fp8;
 }
 
-// Of a block, up to where the next part begins.
+// A centre's bytes, up to where the next part of the block begins.
 KVANT_HD constexpr std::uint32_t centre_bytes(int head_dim) {
   return (static_cast<std::uint32_t>(head_dim * format_bits(kCentreFormat) / 8 + 2) + 15u) & ~15u;
 }

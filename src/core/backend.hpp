@@ -51,7 +51,7 @@ struct CentreJob {
     page,  // the mean of the keys, or latents, of the block `from`: that of the page before
   };
   Of of = Of::stored;
-  bool values = false;  // of latents
+  bool values = false;  // the latents' centre
   const codec::PageLayout* layout = nullptr;
   std::byte* block = nullptr;  // gets the centre, unless one is stored
   BasisView basis;

@@ -8,13 +8,12 @@
 //                                this copy
 //   it has none                  its rows are encoded in place
 //
-// In a page-centred cache keys that are encoded are centred unless they refuse (codec/centre.hpp), and latents are by the
-// same rules. The first page of a
-// sequence has its first key as the centre. Other pages that are encoded as a whole, from the exact copy or from a step
-// that covers them, have their own mean, and are stored side by side. A page that a step begins and does not fill, and
-// that has no exact copy, has the mean of the page before as that is stored, so it is stored after that page. A page
-// that is encoded in part and has a centre keeps the centre: one that goes on being filled, and one that was truncated
-// so far back that its exact copy was gone.
+// In a page-centred cache keys that are encoded are centred unless they refuse (codec/centre.hpp), and latents are
+// by the same rules. The first page of a sequence has its first key as the centre. Other pages that are encoded as a
+// whole, from the exact copy or from a step that covers them, have their own mean, and are stored side by side. A
+// page that a step begins and does not fill, and that has no exact copy, has the mean of the page before as that is
+// stored, so it is stored after that page. A page that is encoded in part and has a centre keeps the centre: one
+// that goes on being filled, and one that was truncated so far back that its exact copy was gone.
 #include <algorithm>
 #include <atomic>
 

@@ -1,5 +1,5 @@
-// Centres of pages of keys, and of latents: made from rows or from the page before, stored, and decoded. The bits are those of
-// codec/centre.hpp; an ISA without the verbs for encoding (Simd::kEncodes) uses that code itself.
+// Centres of pages of keys, and of latents: made from rows or from the page before, stored, and decoded. The bits
+// are those of codec/centre.hpp; an ISA without the verbs for encoding (Simd::kEncodes) uses that code itself.
 #pragma once
 
 #include "codec/centre.hpp"

@@ -1,6 +1,6 @@
 // Centres of latents: where their bytes are; that they follow the rules of keys' centres, whatever becomes of pages;
-// and what they gain. A latent cache's latents and the keys of another cache, of the same format and with the same rows,
-// go through the same steps: both decode to the same bits.
+// and what they gain. A latent cache's latents and the keys of another cache, of the same format and with the same
+// rows, go through the same steps: both decode to the same bits.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -21,7 +21,7 @@ namespace kvant::test {
 namespace {
 
 constexpr int kRope = 32;
-constexpr float kOffset = 2.5f;  // of a channel that latents have in common
+constexpr float kOffset = 2.5f;  // a channel that latents have in common
 
 // --- bytes -----------------------------------------------------------------------------------------------------------
 
