@@ -141,9 +141,7 @@ enum {
  * vector that is nearer to zero than to its page's centre is stored without it. */
 typedef int32_t kvant_key_centre;
 enum {
-  KVANT_CENTRE_AUTOMATIC =
-      0, /* page for tq and fp8 keys and latents, none otherwise. For latents none beside a k_centre
-                                 of none, and on a device */
+  KVANT_CENTRE_AUTOMATIC = 0, /* page for tq and fp8 keys, none otherwise; for latents see v_centre */
   KVANT_CENTRE_NONE = 1,
   KVANT_CENTRE_PAGE = 2 /* a mean of each page, stored with the page: tq and fp8 */
 };
@@ -216,7 +214,8 @@ typedef struct kvant_cache_config {
                                   elements in this order, an output latent. Plans need a scale. 0 (default): keys and
                                   values of heads */
   int32_t rope;
-  kvant_key_centre v_centre; /* the latents'; default KVANT_CENTRE_AUTOMATIC */
+  kvant_key_centre v_centre; /* the latents'. KVANT_CENTRE_AUTOMATIC (default): page for tq and fp8 latents, but none
+                                  beside a k_centre of none */
 } kvant_cache_config;
 
 /* Caches on a device
