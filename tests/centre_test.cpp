@@ -298,7 +298,7 @@ void expect_the_codecs_bytes(bool values) {
       job.layout = &page;
       job.from = block.data();
       expect_same_centres(job, draw, what + " page before");
-      if (HasFatalFailure()) return;
+      if (testing::Test::HasFatalFailure()) return;
     }
   }
 }
