@@ -72,6 +72,7 @@ std::vector<float> rows_of(std::int64_t first, std::int64_t count, int dim) {
 struct Trial {
   const char *name, *format;
   int dim, sinks, tails, window = 0;
+  const char* rope = "tq8";
 };
 
 // The two caches, and their sequences.
@@ -81,7 +82,7 @@ struct Twins {
     c.layers = 1;
     c.sink_pages = t.sinks, c.tail_pages = t.tails, c.window = t.window;
     c.exact = Dtype::f32;
-    c.v = t.format;
+    c.k = t.rope, c.v = t.format;
     CacheConfig other = c;
     c.latent = t.dim, c.rope = kRope;
     other.kv_heads = 1, other.head_dim = t.dim, other.k = t.format;
@@ -170,10 +171,11 @@ TEST_P(LatentCentres, AreThoseOfKeys) {
   EXPECT_GT(refused, 100);
 }
 
-constexpr Trial kTrials[] = {
-    {"tq4", "tq4", 128, 1, 1},    {"in_place", "tq4", 512, 0, 0},   {"behind_sinks", "fp8", 64, 2, 0},
-    {"tails", "tq6", 256, 0, 1},  {"window", "tq3", 80, 0, 0, 100}, {"window_tail", "tq8", 40, 0, 1, 70},
-    {"padded", "fp8", 100, 0, 0}, {"tq5", "tq5", 96, 1, 0},         {"tq2_in_place", "tq2", 32, 0, 0}};
+constexpr Trial kTrials[] = {{"tq4", "tq4", 128, 1, 1},         {"in_place", "tq4", 512, 0, 0},
+                             {"behind_sinks", "fp8", 64, 2, 0}, {"tails", "tq6", 256, 0, 1},
+                             {"window", "tq3", 80, 0, 0, 100},  {"window_tail", "tq8", 40, 0, 1, 70},
+                             {"padded", "fp8", 100, 0, 0},      {"tq5", "tq5", 96, 1, 0},
+                             {"tq2_in_place", "tq2", 32, 0, 0}, {"beside_dense_keys", "tq4", 64, 0, 0, 0, "bf16"}};
 INSTANTIATE_TEST_SUITE_P(, LatentCentres, testing::ValuesIn(kTrials),
                          [](const auto& each) { return std::string(each.param.name); });
 
@@ -184,7 +186,7 @@ TEST(LatentCentrePages, AreThoseOfKeys) {
     for (const char* format : {"tq4", "fp8"}) {
       SCOPED_TRACE(fmt::format("{} tail {}", format, tail_pages));
       PagesConfig c, k;
-      c.latent = kDim, c.rope = kRope, c.v = format;
+      c.latent = kDim, c.rope = kRope, c.v = format, c.k = tail_pages == 0 ? "tq8" : "bf16";
       k.kv_heads = 1, k.head_dim = kDim, k.k = k.v = format;
       for (PagesConfig* p : {&c, &k})
         p->tail_pages = tail_pages, p->tail_sequences = tail_pages, p->exact = Dtype::f32, p->threads = 1;

@@ -67,6 +67,7 @@ def test_bytes_and_words(rng):
 
 def test_centres(rng):
     assert kvant.Pages(latent=LATENT, rope=ROPE).block_bytes == 332 * 64
+    assert kvant.Pages(latent=LATENT, rope=ROPE, v_centre="none").block_bytes == 325 * 64
     rope, latent = draw(rng, 256, 1, ROPE), normed(rng, 256) + 2 * draw(rng, 1, 1, LATENT)
     errors = []
     for centre in ("page", "none"):
