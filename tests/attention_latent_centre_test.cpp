@@ -179,17 +179,20 @@ constexpr Trial kTrials[] = {{"tq4", "tq4", 128, 1, 1},         {"in_place", "tq
 INSTANTIATE_TEST_SUITE_P(, LatentCentres, testing::ValuesIn(kTrials),
                          [](const auto& each) { return std::string(each.param.name); });
 
-// The same in an engine's blocks, with and without exact copies.
+// The same in an engine's blocks: without exact copies, with copies for all, and with one, so that a block without a copy
+// begins behind one that has it.
 TEST(LatentCentrePages, AreThoseOfKeys) {
   constexpr int kBlocks = 7, kDim = 64;
-  for (const int tail_pages : {0, 1}) {
+  for (const auto& [tail_pages, copies] : {std::pair{0, 0}, {1, 0}, {1, 1}}) {
     for (const char* format : {"tq4", "fp8"}) {
-      SCOPED_TRACE(fmt::format("{} tail {}", format, tail_pages));
+      SCOPED_TRACE(fmt::format("{} tail {} copies {}", format, tail_pages, copies));
       PagesConfig c, k;
-      c.latent = kDim, c.rope = kRope, c.v = format, c.k = tail_pages == 0 ? "tq8" : "bf16";
+      c.latent = kDim, c.rope = kRope, c.v = format, c.k = std::string(format) == "tq4" ? "bf16" : "tq8";
       k.kv_heads = 1, k.head_dim = kDim, k.k = k.v = format;
-      for (PagesConfig* p : {&c, &k})
-        p->tail_pages = tail_pages, p->tail_sequences = tail_pages, p->exact = Dtype::f32, p->threads = 1;
+      for (PagesConfig* p : {&c, &k}) {
+        p->tail_pages = tail_pages, p->tail_sequences = tail_pages, p->exact_copies = copies;
+        p->exact = Dtype::f32, p->threads = 1;
+      }
       const Pages latents = Pages::create(c).value(), keys = Pages::create(k).value();
       EnginePool a(latents, {.blocks = kBlocks}), b(keys, {.blocks = kBlocks});
       const std::vector<std::int32_t> table = {4, 1, 5, 2, 0, 6};
