@@ -179,8 +179,8 @@ constexpr Trial kTrials[] = {{"tq4", "tq4", 128, 1, 1},         {"in_place", "tq
 INSTANTIATE_TEST_SUITE_P(, LatentCentres, testing::ValuesIn(kTrials),
                          [](const auto& each) { return std::string(each.param.name); });
 
-// The same in an engine's blocks: without exact copies, with copies for all, and with one, so that a block without a copy
-// begins behind one that has it.
+// The same in an engine's blocks: without exact copies, with copies for all, and with one, so that a block without a
+// copy begins behind one that has it.
 TEST(LatentCentrePages, AreThoseOfKeys) {
   constexpr int kBlocks = 7, kDim = 64;
   for (const auto& [tail_pages, copies] : {std::pair{0, 0}, {1, 0}, {1, 1}}) {
