@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/fmt.hpp"
+#include "core/store/page_store.hpp"
 
 namespace kvant::core {
 namespace {
@@ -10,10 +11,6 @@ namespace {
 const std::vector<CalibratedBasis>* calibrated(BasisKind kind, const CacheConfig& config,
                                                const std::vector<CalibratedBasis> BasisSet::*side) {
   return kind == BasisKind::calibrated ? &((*config.bases).*side) : nullptr;
-}
-
-bool on_device(const CacheConfig& c) {
-  return !c.device.empty() && c.device != "cpu";
 }
 
 codec::PageLayout rounded_up(codec::PageLayout layout, std::uint32_t multiple) {
@@ -40,23 +37,24 @@ Status resolve_centre(char side, const char* vectors, KeyCentre& centre, Format 
 
 }  // namespace
 
-Status resolve_centres(CacheConfig& c, Format k, Format v) {
-  if (c.v_centre == KeyCentre::automatic && (c.latent == 0 || c.k_centre == KeyCentre::none || on_device(c)))
-    c.v_centre = KeyCentre::none;
-  if (Status s = resolve_centre('k', "keys", c.k_centre, k); !s) return s;
-  if (Status s = resolve_centre('v', "latents", c.v_centre, v); !s) return s;
-  if (c.v_centre == KeyCentre::none) return {};
-  if (c.latent == 0) {
+Status resolve_centres(CacheConfig& config, Format k, Format v) {
+  if (config.v_centre == KeyCentre::automatic &&
+      (config.latent == 0 || config.k_centre == KeyCentre::none || !has_latent_centres(config)))
+    config.v_centre = KeyCentre::none;
+  if (Status s = resolve_centre('k', "keys", config.k_centre, k); !s) return s;
+  if (Status s = resolve_centre('v', "latents", config.v_centre, v); !s) return s;
+  if (config.v_centre == KeyCentre::none) return {};
+  if (config.latent == 0) {
     return {Code::invalid_argument,
             "v_centre = page with latent = 0: values have no centres, but latents have, which are keys as well; use "
             "v_centre = none, or set latent"};
   }
-  if (!on_device(c)) return {};
+  if (has_latent_centres(config)) return {};
   return {
       Code::unsupported,
       fmt::format("v_centre = page with device = \"{}\": kernels there read latents without centres; use v_centre = "
                   "none, which is the default there, or device = \"cpu\"",
-                  c.device)};
+                  config.device)};
 }
 
 const char* basis_name(BasisKind kind) {
