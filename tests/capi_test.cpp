@@ -233,6 +233,37 @@ TEST(CApi, EveryCacheOptionIsPassedThrough) {
   }
 }
 
+TEST(CApi, LatentsHaveCentresOfTheirOwn) {
+  for (const kvant_key_centre centre : {0, 1, 2, 3}) {
+    kvant_cache_config config;
+    kvant_cache_config_init(&config, sizeof config);
+    config.latent = 512, config.rope = 64, config.k = "tq8", config.v_centre = centre;
+    kvant_pages_config blocks;
+    kvant_pages_config_init(&blocks, sizeof blocks);
+    blocks.latent = 512, blocks.rope = 64, blocks.k = "tq8", blocks.v_centre = centre;
+    kvant_cache* cache = nullptr;
+    kvant_pages* pages = nullptr;
+    if (centre == 3) {
+      EXPECT_EQ(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT);
+      EXPECT_STREQ(kvant_last_error(), "config.v_centre is 3; allowed: 0 (automatic), 1 (none), 2 (page)");
+      EXPECT_EQ(kvant_pages_create(&blocks, &pages), KVANT_INVALID_ARGUMENT);
+      EXPECT_STREQ(kvant_last_error(), "config.v_centre is 3; allowed: 0 (automatic), 1 (none), 2 (page)");
+      continue;
+    }
+    ASSERT_EQ(kvant_cache_create(&config, &cache), KVANT_OK);
+    std::string text(4096, '\0');
+    ASSERT_EQ(kvant_cache_describe(cache, text.data(), text.size(), nullptr), KVANT_OK);
+    const char* expected = centre == KVANT_CENTRE_NONE ? "centre: k page, v none" : "centre: k page, v page";
+    EXPECT_NE(text.find(expected), std::string::npos) << text;
+    kvant_cache_destroy(cache);
+    ASSERT_EQ(kvant_pages_create(&blocks, &pages), KVANT_OK);
+    std::int64_t bytes = 0;
+    ASSERT_EQ(kvant_pages_block_bytes(pages, &bytes), KVANT_OK);
+    EXPECT_EQ(bytes, 64 * (centre == KVANT_CENTRE_NONE ? 325 : 332));
+    kvant_pages_destroy(pages);
+  }
+}
+
 TEST(CApi, BatchStridesArePassedThrough) {
   // [batch, heads, tokens, head_dim] for all tensors of a batch of two, with 3 tokens each and room for 5.
   constexpr std::int64_t kBatch = 2, kRows = 3, kRoom = 5;

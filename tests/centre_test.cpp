@@ -121,8 +121,8 @@ TEST(Centre, AKeyMayRefuseIt) {
         for (int i = 0; i < d; ++i) y[i] = c[i] * share;
         const bool refuses = share < 0.5f;
         EXPECT_EQ(codec::refuses_centre(y, c, d), refuses) << share;
-        codec::store_key(page, block.data(), 9, y, c);
-        codec::load_key(page, block.data(), 9, nullptr, read);
+        codec::store_vector(page, false, block.data(), 9, y, c);
+        codec::load_vector(page, false, block.data(), 9, nullptr, read);
         EXPECT_EQ(codec::is_refused(page.k, block.data(), 9), refuses) << share;
         std::vector<std::byte> plain = block;
         for (int i = 0; i < d; ++i) other[i] = refuses ? y[i] : y[i] - c[i];
@@ -148,7 +148,7 @@ TEST(Centre, ZeroAndNaNCarryTheSign) {
     std::vector<std::byte> block(page.block_bytes);
     float c[codec::kMaxHeadDim] = {1000.0f}, y[codec::kMaxHeadDim] = {};
     const auto stored = [&] {
-      codec::store_key(page, block.data(), 3, y, c);
+      codec::store_vector(page, false, block.data(), 3, y, c);
       return base::load_u16(block.data() + codec::scale_at(page.k, 3, 0));
     };
     EXPECT_EQ(stored(), 0x8000u);
@@ -178,23 +178,23 @@ TEST(Centre, OfAPageIsTheMeanOfItsKeysAsTheyAreRead) {
     int refused = 0;
     for (int t = 0; t < kPageTokens; ++t) {
       for (int i = 0; i < d; ++i) y[i] = draw.normal() + (t % 3 == 0 ? 0.0f : 2.0f);
-      codec::store_key(page, block.data(), t, y, c);
-      codec::load_key(page, block.data(), t, nullptr, y);
+      codec::store_vector(page, false, block.data(), t, y, c);
+      codec::load_vector(page, false, block.data(), t, nullptr, y);
       refused += codec::is_refused(page.k, block.data(), t) ? 1 : 0;
       for (int i = 0; i < d; ++i) mean[static_cast<std::size_t>(i)] += static_cast<double>(y[i]) / kPageTokens;
     }
     EXPECT_EQ(refused, 22) << name;
-    codec::mean_of_page(page, block.data(), y);
+    codec::mean_of_page(page, false, block.data(), y);
     for (int i = 0; i < d; ++i) EXPECT_NEAR(y[i], mean[static_cast<std::size_t>(i)], 1e-5) << name << " " << i;
   }
 }
 
 // A job in plain code.
 void make_plain(const CentreJob& job) {
-  const codec::SideLayout side = codec::centre_layout(*job.layout);
-  const int d = job.layout->head_dim;
+  const codec::SideLayout side = codec::centre_layout(*job.layout, job.values);
+  const int d = side.head_dim;
   std::vector<float> y(codec::kMaxHeadDim);
-  if (job.of == CentreJob::Of::page) codec::mean_of_page(*job.layout, job.from, y.data());
+  if (job.of == CentreJob::Of::page) codec::mean_of_page(*job.layout, job.values, job.from, y.data());
   if (job.of == CentreJob::Of::rows) {
     codec::MeanOfRows mean(d, y.data());
     for (int i = 0; i < job.rows.count; ++i) {
@@ -221,8 +221,8 @@ void expect_same_centres(CentreJob job, Draw& draw, const std::string& what) {
   for (std::byte& b : before) b = static_cast<std::byte>(draw.bits() & 0xFF);
   // A scale that is a number, where a centre is only read.
   const std::uint16_t one = 0x3C00;
-  std::memcpy(before.data() + codec::centre_layout(*job.layout).scale_offset, &one, 2);
-  const auto d = static_cast<std::size_t>(job.layout->head_dim);
+  std::memcpy(before.data() + codec::centre_layout(*job.layout, job.values).scale_offset, &one, 2);
+  const auto d = static_cast<std::size_t>(codec::side_of(*job.layout, job.values).head_dim);
   std::vector<std::byte> expected = before;
   std::vector<float> centre(codec::kMaxHeadDim);
   job.block = expected.data();
@@ -242,17 +242,22 @@ void expect_same_centres(CentreJob job, Draw& draw, const std::string& what) {
   }
 }
 
-TEST(Centre, EveryInstructionSetMakesTheCodecsBytes) {
+// Centres of keys, or of latents beside keys of another size.
+void expect_the_codecs_bytes(bool values) {
   Draw draw(2);
   for (const std::string& name : kCentredFormats) {
     for (const int d : supported_head_dims()) {
-      const codec::PageLayout page = codec::page_layout(format_of(name), Format::tq4, d, 1, true);
+      const codec::PageLayout page =
+          values ? codec::page_layout(Format::tq8, format_of(name), codec::HeadDims{32, d}, 1, true, true)
+                 : codec::page_layout(format_of(name), Format::tq4, d, 1, true);
+      const codec::SideLayout stored = codec::centre_layout(page, values);
       const std::string what = fmt::format("{} {}", name, d);
       std::vector<float> wide = draw.loud(d * 64);
       for (float& x : wide) x += 3;
       std::vector<std::uint16_t> narrow;
       for (const float x : wide) narrow.push_back(base::f32_to_bf16(x));
       CentreJob job;
+      job.values = values;
       job.layout = &page;
       expect_same_centres(job, draw, what + " stored");
       job.of = CentreJob::Of::rows;
@@ -280,21 +285,29 @@ TEST(Centre, EveryInstructionSetMakesTheCodecsBytes) {
       std::vector<std::byte> block(page.block_bytes);
       float y[codec::kMaxHeadDim], c[codec::kMaxHeadDim];
       for (int i = 0; i < d; ++i) y[i] = draw.normal();
-      codec::store_centre(codec::centre_layout(page), d, block.data(), y);
-      codec::load_centre(codec::centre_layout(page), d, block.data(), c);
+      codec::store_centre(stored, d, block.data(), y);
+      codec::load_centre(stored, d, block.data(), c);
       for (int t = 0; t < kPageTokens; ++t) {
         const float share = static_cast<float>(draw.bits() % 3) * 0.5f;  // some of these refuse
         for (int i = 0; i < d; ++i) y[i] = c[i] * share + draw.normal() * 0.125f;
-        codec::store_key(page, block.data(), t, y, c);
+        codec::store_vector(page, values, block.data(), t, y, c);
       }
       job = CentreJob{};
+      job.values = values;
       job.of = CentreJob::Of::page;
       job.layout = &page;
       job.from = block.data();
       expect_same_centres(job, draw, what + " page before");
-      if (HasFatalFailure()) return;
+      if (testing::Test::HasFatalFailure()) return;
     }
   }
+}
+
+TEST(Centre, EveryInstructionSetMakesTheCodecsBytes) {
+  expect_the_codecs_bytes(false);
+}
+TEST(Centre, EveryInstructionSetMakesTheCodecsBytesOfLatents) {
+  expect_the_codecs_bytes(true);
 }
 
 TEST(Centre, OfACalibratedBasis) {

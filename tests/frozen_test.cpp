@@ -88,12 +88,12 @@ std::string centred_hash(Format f, int head_dim, std::string* read = nullptr) {
   }
   std::vector<float> keys_read;
   for (int t = 0; t < kPageTokens; ++t) {
-    codec::load_key(page, block.data(), t, nullptr, y);
+    codec::load_vector(page, false, block.data(), t, nullptr, y);
     keys_read.insert(keys_read.end(), y, y + head_dim);
   }
   if (read != nullptr) *read = hash_of(keys_read.data(), keys_read.size() * sizeof(float));
   // The centre of a page that follows it token by token.
-  codec::mean_of_page(page, block.data(), y);
+  codec::mean_of_page(page, false, block.data(), y);
   std::vector<std::byte> next(page.block_bytes);
   codec::store_centre(codec::centre_layout(page), head_dim, next.data(), y);
   block.insert(block.end(), next.begin(), next.end());
@@ -124,14 +124,14 @@ std::string refusing_hash(Format f, int head_dim) {
       codec::store_centre(codec::centre_layout(page), head_dim, block.data(), c);
       codec::load_centre(codec::centre_layout(page), head_dim, block.data(), c);
     }
-    codec::store_key(page, block.data(), t, y, c);
-    codec::load_key(page, block.data(), t, nullptr, y);
+    codec::store_vector(page, false, block.data(), t, y, c);
+    codec::load_vector(page, false, block.data(), t, nullptr, y);
     if (t != 21 && t != 22) read.insert(read.end(), y, y + head_dim);
   }
   const std::string first = hash_of(block.data(), block.size());
   // Two keys that can be encoded instead, so that the page has a mean.
-  for (const int t : {21, 22}) codec::store_key(page, block.data(), t, c, c);
-  codec::mean_of_page(page, block.data(), y);
+  for (const int t : {21, 22}) codec::store_vector(page, false, block.data(), t, c, c);
+  codec::mean_of_page(page, false, block.data(), y);
   std::vector<std::byte> next(page.block_bytes);
   codec::store_centre(codec::centre_layout(page), head_dim, next.data(), y);
   return first + "/" + hash_of(next.data(), next.size()) + "/" + hash_of(read.data(), read.size() * sizeof(float));

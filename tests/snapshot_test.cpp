@@ -55,6 +55,8 @@ std::vector<Trial> trials() {
       {"d576", with(config("tq6", "tq4", 1, 1, 576), [](CacheConfig& c) { c.layers = c.kv_heads = 1; })},
       {"two_head_dims", config("tq6", "tq4", 1, 1, 96, 40)},
       {"latent", with(config("tq8", "tq4"), latents(64, 32))},
+      {"latent_uncentred", with(config("tq8", "tq4", 1, 0),
+                                [](CacheConfig& c) { latents(64, 32)(c), c.v_centre = KeyCentre::none; })},
       {"latent_padded", with(config("tq6", "fp8", 0, 0), latents(40, 72))},
       {"latent_of_one_size", with(config("tq4", "tq6", 0, 1), latents(32, 32))},
       {"wide_values", config("tq4", "tq8", 0, 0, 32, 128)},
@@ -141,12 +143,18 @@ TEST(Snapshot, SaysThatValuesAreLatents) {
     EXPECT_EQ(info.fields.at("rope"), "32");
     EXPECT_EQ(info.config.latent, latent);
     EXPECT_EQ(load(path).value().cache.config().latent, latent);
+    EXPECT_EQ(info.fields.at("v_centre"), "page");
+    own.v_centre = KeyCentre::none;
+    Cache uncentred = Cache::create(own).value();
+    EXPECT_TRUE(refused(Snapshot::open(path).value().load_into(uncentred).status(), Code::invalid_argument,
+                        {"v_centre = page and none"}));
     Cache heads = Cache::create(two).value();
     EXPECT_TRUE(refused(Snapshot::open(path).value().load_into(heads).status(), Code::invalid_argument,
                         {latent == 64 ? "latent = 64 and 0" : "latent = 32 and 0"}));
     EXPECT_TRUE(refused(copy_sequences(cache, {}, heads).status(), Code::invalid_argument, {"latent = "}));
     save(heads, path).value();
     EXPECT_FALSE(Snapshot::open(path).value().info().fields.contains("latent"));
+    EXPECT_FALSE(Snapshot::open(path).value().info().fields.contains("v_centre"));
   }
 }
 

@@ -27,9 +27,9 @@ BF16 = (lambda x: x.bfloat16().float(),) * 2
 class Latents(DynamicLayer):
     """A layer of a latent cache. transformers passes latents as keys, and rotary keys as values."""
 
-    def __init__(self, latent: str, rotary: str, sizes: tuple[int, int], **ends: int) -> None:
+    def __init__(self, latent: str, rotary: str, sizes: tuple[int, int], **options: Any) -> None:
         super().__init__()
-        cache = kvant.Cache(latent=sizes[0], rope=sizes[1], v=latent, k=rotary, layers=1, **ends)
+        cache = kvant.Cache(latent=sizes[0], rope=sizes[1], v=latent, k=rotary, layers=1, **options)
         self.sequence = cache.sequence()
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
@@ -39,7 +39,7 @@ class Latents(DynamicLayer):
         return tuple(torch.from_numpy(x).transpose(0, 1)[None].to(keys.dtype) for x in (latents, rotary))
 
 
-def caches(count: int, sizes: tuple[int, int], formats: list[str]) -> list[tuple[Peer, float]]:
+def caches(count: int, sizes: tuple[int, int], formats: list[str], centre: str) -> list[tuple[Peer, float]]:
     """Each with its bytes a token and layer."""
     numbers = sum(sizes)
     found = [
@@ -48,9 +48,9 @@ def caches(count: int, sizes: tuple[int, int], formats: list[str]) -> list[tuple
     ]
     for pair in formats:
         latent, rotary = pair.split("/")
-        page = kvant.Pages(latent=sizes[0], rope=sizes[1], v=latent, k=rotary)
+        page = kvant.Pages(latent=sizes[0], rope=sizes[1], v=latent, k=rotary, v_centre=centre)
         for words, ends in (("first 64, newest 64 to 127", {}), ("none", {"sink_pages": 0, "tail_pages": 0})):
-            layers = [Latents(latent, rotary, sizes, **ends) for _ in range(count)]
+            layers = [Latents(latent, rotary, sizes, v_centre=centre, **ends) for _ in range(count)]
             found.append((Peer("kvant", f"{latent} + {rotary}", words, 0, layers), page.block_bytes / 64))
     return found
 
@@ -59,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--formats", default=FORMATS, help=f"of latents/rotary keys, as {FORMATS}")
+    parser.add_argument("--v-centre", default="automatic", help="none: latents without centres")
     parser.add_argument("--text", default="code", help="code, topics (English), or a file")
     parser.add_argument("--positions", type=int, default=2000)
     parser.add_argument("--step", type=int, default=32, help="tokens that are fed at a time")
@@ -72,7 +73,7 @@ def main() -> None:
     sizes = first.keys.shape[-1], first.values.shape[-1]
     if (sizes, first.keys.shape[1]) != ((model.config.kv_lora_rank, model.config.qk_rope_head_dim), 1):
         raise SystemExit(f"transformers passes {sizes} numbers and no latents: 5.16 and newer do")
-    chosen = caches(model.config.num_hidden_layers, sizes, a.formats.split(","))
+    chosen = caches(model.config.num_hidden_layers, sizes, a.formats.split(","), a.v_centre)
     rows = run(model, ids, [peer.layers for peer, _ in chosen], a.step)
     print(f"{a.positions} positions of {a.text}, latents of {sizes[0]} and rotary keys of {sizes[1]}\n")
     print("| latents + rotary keys | exact tokens | bytes | KL divergence | 99th percentile | top-1 |")

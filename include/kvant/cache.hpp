@@ -61,6 +61,9 @@ struct CacheConfig {
   /// page: encoded pages of 64 keys keep a mean key, at 0.125 bits a key value or less, and encode what is left, but of
   /// keys that are nearer to zero: tq and fp8 keys. automatic: page for these. config() says which.
   KeyCentre k_centre = KeyCentre::automatic;
+  /// page: the same of latents, 7 bytes a token of 512 numbers. automatic: page for tq and fp8 latents, but not beside
+  /// a k_centre of none, and not on a device.
+  KeyCentre v_centre = KeyCentre::automatic;
   std::shared_ptr<const BasisSet> bases{};  ///< required by BasisKind::calibrated, refused without
   std::vector<float> k_levels{};            ///< lut formats: 2^bits level values, ascending
   std::vector<float> v_levels{};
@@ -86,7 +89,7 @@ enum class SequenceId : std::uint64_t {};
 struct CacheMemory {
   std::int64_t tokens = 0;          ///< live tokens, summed over sequences (shared ones counted in each)
   std::int64_t encoded_bytes = 0;   ///< codes of encoded pages held (whole pages)
-  std::int64_t scale_bytes = 0;     ///< scales of encoded pages, and their keys' centres
+  std::int64_t scale_bytes = 0;     ///< scales of encoded pages, and their centres
   std::int64_t exact_bytes = 0;     ///< exact pages: sinks, tail, and the copy that outlives encoding by a page
   std::int64_t table_bytes = 0;     ///< page tables and bookkeeping
   std::int64_t reserved_bytes = 0;  ///< what the pools took from the system, the above included; see Cache::trim

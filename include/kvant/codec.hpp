@@ -19,9 +19,9 @@ namespace kvant {
 ///   calibrated  y = A (x - c): queries are prepared with the inverse transpose of A, scores get scale * (q . c)
 enum class BasisKind : std::uint8_t { automatic = 0, hadamard = 1, none = 2, calibrated = 3 };
 
-/// The centre that is subtracted from keys, in their basis, before they are encoded (docs/page-centres.md).
+/// The centre that is subtracted from keys, or latents, in their basis, before they are encoded (docs/page-centres.md).
 ///   none   nothing but what a calibrated basis has
-///   page   the mean key of the page, stored with it: tq and fp8 keys
+///   page   the mean of the page, stored with it: tq and fp8 keys and latents
 enum class KeyCentre : std::uint8_t { automatic = 0, none = 1, page = 2 };
 
 struct CalibratedBasis {

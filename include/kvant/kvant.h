@@ -137,13 +137,13 @@ enum {
   KVANT_BASIS_CALIBRATED = 3 /* needs kvant_cache_config.bases */
 };
 
-/* The centre that is subtracted from keys, in their basis, before they are encoded; scores get it back. A key that is
- * nearer to zero than to its page's centre is stored without it. */
+/* The centre that is subtracted from keys, or latents, in their basis, before they are encoded; readers get it back. A
+ * vector that is nearer to zero than to its page's centre is stored without it. */
 typedef int32_t kvant_key_centre;
 enum {
-  KVANT_CENTRE_AUTOMATIC = 0, /* page for tq and fp8 keys, none otherwise */
+  KVANT_CENTRE_AUTOMATIC = 0, /* page for tq and fp8 keys, none otherwise; for latents see v_centre */
   KVANT_CENTRE_NONE = 1,
-  KVANT_CENTRE_PAGE = 2 /* a mean key of each page, stored with the page: tq and fp8 keys */
+  KVANT_CENTRE_PAGE = 2 /* a mean of each page, stored with the page: tq and fp8 */
 };
 
 typedef struct kvant_bases kvant_bases;
@@ -214,6 +214,8 @@ typedef struct kvant_cache_config {
                                   elements in this order, an output latent. Plans need a scale. 0 (default): keys and
                                   values of heads */
   int32_t rope;
+  kvant_key_centre v_centre; /* the latents'. KVANT_CENTRE_AUTOMATIC (default): page for tq and fp8 latents, but none
+                                  beside a k_centre of none */
 } kvant_cache_config;
 
 /* Caches on a device
@@ -620,6 +622,7 @@ typedef struct kvant_pages_config {
   int64_t v_head_dim;     /* as in kvant_cache_config */
   int32_t latent;         /* likewise: blocks of latents and rotary keys */
   int32_t rope;
+  kvant_key_centre v_centre; /* likewise */
 } kvant_pages_config;
 KVANT_C_API void kvant_pages_config_init(kvant_pages_config* config, size_t struct_size);
 

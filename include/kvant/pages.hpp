@@ -48,6 +48,7 @@ struct PagesConfig {
 
   /// automatic: page for tq and fp8 keys. With page, begin_step must come before the writes of each step.
   KeyCentre k_centre = KeyCentre::automatic;
+  KeyCentre v_centre = KeyCentre::automatic;  ///< as CacheConfig::v_centre; with page, begin_step likewise
   /// Newest whole pages of a sequence that are read exactly, beside the page that is being filled; 0: none. Up to 64.
   /// Where both formats are dense there are none.
   int tail_pages = 0;

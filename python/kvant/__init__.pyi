@@ -60,6 +60,8 @@ class Cache:
     k_centre: "page": encoded pages keep a mean of their keys and encode what is left, but of keys that are nearer
         to zero, for at most 0.125 bits a key value: tq and fp8 keys. "none". "automatic": "page" for these keys. With
         "page" over an engine's blocks, call begin_step once a step.
+    v_centre: the same of latents. "automatic": "page" for tq and fp8 latents, but not beside k_centre="none", and
+        not on a device.
     threads: workers that encode, 0: the processors that the process may use.
     isa: an instruction set to encode with, "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes),
         None: the best.
@@ -69,7 +71,7 @@ class Cache:
     calls for one sequence are the caller's to order. Plans run at the same time, on a device one after another; calls
     that change something wait for them.
     """
-    def __init__(self, *, layers: int = 1, kv_heads: int = 0, head_dim: int = 0, v_head_dim: int = 0, latent: int = 0, rope: int = 0, k: str | None = None, v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, pinned: bool = False, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, k_centre: str = 'automatic', threads: int = 0, isa: str | None = None):
+    def __init__(self, *, layers: int = 1, kv_heads: int = 0, head_dim: int = 0, v_head_dim: int = 0, latent: int = 0, rope: int = 0, k: str | None = None, v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, pinned: bool = False, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, k_centre: str = 'automatic', v_centre: str = 'automatic', threads: int = 0, isa: str | None = None):
         ...
     def close(self) -> None:
         """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any
@@ -225,6 +227,8 @@ class Pages:
     k_centre: "page": encoded pages keep a mean of their keys and encode what is left, but of keys that are nearer
         to zero, for at most 0.125 bits a key value: tq and fp8 keys. "none". "automatic": "page" for these keys. With
         "page" over an engine's blocks, call begin_step once a step.
+    v_centre: the same of latents. "automatic": "page" for tq and fp8 latents, but not beside k_centre="none", and
+        not on a device.
     threads: workers that encode, 0: the processors that the process may use.
     isa: an instruction set to encode with, "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes),
         None: the best.
@@ -252,7 +256,7 @@ class Pages:
     Errors: InvalidArgument, Unsupported, OutOfMemory.
     """
     block_tokens: int
-    def __init__(self, *, kv_heads: int = 0, head_dim: int = 0, v_head_dim: int = 0, latent: int = 0, rope: int = 0, k: str | None = None, v: str = 'tq4', device: Any = 'cpu', k_centre: str = 'automatic', threads: int = 0, isa: str | None = None, tail_pages: int = 0, sink_pages: int = 0, exact: str | None = None, layers: int = 1, tail_sequences: int = 0, exact_copies: int | None = None, encode_at_once: bool = False):
+    def __init__(self, *, kv_heads: int = 0, head_dim: int = 0, v_head_dim: int = 0, latent: int = 0, rope: int = 0, k: str | None = None, v: str = 'tq4', device: Any = 'cpu', k_centre: str = 'automatic', v_centre: str = 'automatic', threads: int = 0, isa: str | None = None, tail_pages: int = 0, sink_pages: int = 0, exact: str | None = None, layers: int = 1, tail_sequences: int = 0, exact_copies: int | None = None, encode_at_once: bool = False):
         ...
     def close(self) -> None:
         """Frees the exact copies now instead of when the object goes. The pages and their plans cannot be used any

@@ -84,6 +84,7 @@ class CacheConfig(Structure):
         ("v_head_dim", c_int64),
         ("latent", c_int32),
         ("rope", c_int32),
+        ("v_centre", c_int32),
     ]
 
 
@@ -254,6 +255,7 @@ class PagesConfig(Structure):
         ("v_head_dim", c_int64),
         ("latent", c_int32),
         ("rope", c_int32),
+        ("v_centre", c_int32),
     ]
 
 

@@ -344,6 +344,12 @@ _CACHE = (
         "over an engine's blocks, call begin_step once a step.",
         "cache pages hf vllm",
     ),
+    Option(
+        "v_centre", "str", "automatic", _one_of(_c_api.KEY_CENTRE),
+        'the same of latents. "automatic": "page" for tq and fp8 latents, but not beside k_centre="none", and not on a '
+        "device.",
+        "cache pages",
+    ),
     Option("threads", "int", 0, _int32, "workers that encode, 0: the processors that the process may use.",
            "cache pages hf"),
     Option(

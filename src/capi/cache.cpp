@@ -80,9 +80,12 @@ Result<CacheConfig> to_config(const kvant_cache_config* pointer) {
   if (!v_basis) return v_basis.status();
   config.k_basis = *k_basis;
   config.v_basis = *v_basis;
-  const auto k_centre = to_key_centre(given.k_centre);
+  const auto k_centre = to_key_centre("config.k_centre", given.k_centre);
   if (!k_centre) return k_centre.status();
   config.k_centre = *k_centre;
+  const auto v_centre = to_key_centre("config.v_centre", given.v_centre);
+  if (!v_centre) return v_centre.status();
+  config.v_centre = *v_centre;
   auto bases = to_bases(given);
   if (!bases) return bases.status();
   config.bases = std::move(*bases);

@@ -28,10 +28,10 @@ Result<View> convert(const char* name, const Tensor* tensor) {
 
 }  // namespace
 
-Result<KeyCentre> to_key_centre(std::int32_t centre) {
+Result<KeyCentre> to_key_centre(const char* name, std::int32_t centre) {
   if (centre >= KVANT_CENTRE_AUTOMATIC && centre <= KVANT_CENTRE_PAGE) return static_cast<KeyCentre>(centre);
   return {Code::invalid_argument,
-          "config.k_centre is " + std::to_string(centre) + "; allowed: 0 (automatic), 1 (none), 2 (page)"};
+          std::string(name) + " is " + std::to_string(centre) + "; allowed: 0 (automatic), 1 (none), 2 (page)"};
 }
 
 int to_int(std::int64_t number) {

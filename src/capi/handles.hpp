@@ -46,7 +46,7 @@ Result<MutableTensorView> to_view(const char* name, const kvant_mutable_tensor* 
 /// A number of values that the library judges: the nearest int.
 int to_int(std::int64_t number);
 Result<Dtype> to_dtype(const char* name, std::int32_t dtype);
-Result<KeyCentre> to_key_centre(std::int32_t centre);
+Result<KeyCentre> to_key_centre(const char* name, std::int32_t centre);
 // An output may be left out by a NULL view or NULL data.
 Result<MutableTensorView> to_optional_view(const char* name, const kvant_mutable_tensor* tensor);
 Result<TensorView> to_optional_view(const char* name, const kvant_tensor* tensor);

@@ -43,9 +43,12 @@ Result<PagesConfig> to_pages_config(const kvant_pages_config* pointer) {
     if (!exact) return exact.status();
     config.exact = *exact;
   }
-  const auto k_centre = to_key_centre(given.k_centre);
+  const auto k_centre = to_key_centre("config.k_centre", given.k_centre);
   if (!k_centre) return k_centre.status();
   config.k_centre = *k_centre;
+  const auto v_centre = to_key_centre("config.v_centre", given.v_centre);
+  if (!v_centre) return v_centre.status();
+  config.v_centre = *v_centre;
   return config;
 }
 

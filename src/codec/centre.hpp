@@ -2,6 +2,9 @@
 // encoded, and added when they are decoded. Softmax sees the whole key again, since q . k = q . c + q . (k - c): a
 // reader computes q . c once for a page and adds it to the scores of the keys that have the centre.
 //
+// Latents are a part of the keys, and their pages have centres by the same rules. They are values as well: a reader of
+// their codes alone adds c times the sum of the weights of the latents that have it.
+//
 // A key that is nearer to zero than to the centre refuses it: the key is stored as it is, and the sign bits of its
 // scales say so (kRefusedScale). Attention sinks do, whose keys are far from all others: around a mean of other keys
 // they would be stored worse, and they get most of the attention (docs/page-centres.md).
@@ -88,26 +91,35 @@ KVANT_HD inline bool is_refused(const SideLayout& s, const std::byte* block, int
   return (base::load_u16(block + scale_at(s, token, 0)) & kRefusedScale) != 0;
 }
 
-// Key y [D], in the basis, into a centred page whose decoded centre is c [D].
-KVANT_HD inline void store_key(const PageLayout& p, std::byte* block, int token, const float* y, const float* c) {
-  if (refuses_centre(y, c, p.head_dim)) {
-    store_row_k(p.k, p.head_dim, block, token, y, nullptr);
-    mark_refused(p.k, block, token);
+// A key or a latent y [D], in the basis, into a centred page whose decoded centre is c [D].
+KVANT_HD inline void store_vector(const PageLayout& p, bool values, std::byte* block, int token, const float* y,
+                                  const float* c) {
+  const SideLayout& s = side_of(p, values);
+  const auto store = values ? store_row_v : store_row_k;
+  if (refuses_centre(y, c, s.head_dim)) {
+    store(s, s.head_dim, block, token, y, nullptr);
+    mark_refused(s, block, token);
     return;
   }
   float left[kMaxHeadDim];
-  for (int i = 0; i < p.head_dim; ++i) left[i] = y[i] - c[i];
-  store_row_k(p.k, p.head_dim, block, token, left, nullptr);
+  for (int i = 0; i < s.head_dim; ++i) left[i] = y[i] - c[i];
+  store(s, s.head_dim, block, token, left, nullptr);
 }
 
-// Key of a token as attention reads it, in its basis.
-KVANT_HD inline void load_key(const PageLayout& p, const std::byte* block, int token, const float* lut_levels,
-                              float* y) {
-  load_row_k(p.k, p.head_dim, block, token, lut_levels, y);
-  if (!is_centred(p) || is_refused(p.k, block, token)) return;
+// The code of a token's key or value, without a centre.
+KVANT_HD inline void load_row(const PageLayout& p, bool values, const std::byte* block, int token,
+                              const float* lut_levels, float* y) {
+  (values ? load_row_v : load_row_k)(side_of(p, values), side_of(p, values).head_dim, block, token, lut_levels, y);
+}
+// Key or value of a token as attention reads it, in its basis.
+KVANT_HD inline void load_vector(const PageLayout& p, bool values, const std::byte* block, int token,
+                                 const float* lut_levels, float* y) {
+  const SideLayout& s = side_of(p, values);
+  load_row(p, values, block, token, lut_levels, y);
+  if (!is_centred(p, values) || is_refused(s, block, token)) return;
   float c[kMaxHeadDim];
-  load_centre(centre_layout(p), p.head_dim, block, c);
-  for (int i = 0; i < p.head_dim; ++i) y[i] += c[i];
+  load_centre(centre_layout(p, values), s.head_dim, block, c);
+  for (int i = 0; i < s.head_dim; ++i) y[i] += c[i];
 }
 
 // The mean of rows in original coordinates, in their basis and clean: add each, then finish. y [D].
@@ -132,21 +144,23 @@ class MeanOfRows {
   int count_ = 0;
 };
 
-// y [D]: the mean of the 64 keys of a centred page as they are stored, in the basis and clean. Keys that refused the
-// centre count without it.
-KVANT_HD inline void mean_of_page(const PageLayout& p, const std::byte* block, float* y) {
+// y [D]: the mean of the 64 keys, or latents, of a centred page as they are stored, in the basis and clean. Those that
+// refused the centre count without it.
+KVANT_HD inline void mean_of_page(const PageLayout& p, bool values, const std::byte* block, float* y) {
+  const SideLayout& s = side_of(p, values);
+  const int d = s.head_dim;
   float row[kMaxHeadDim], c[kMaxHeadDim];
-  load_centre(centre_layout(p), p.head_dim, block, c);
-  for (int i = 0; i < p.head_dim; ++i) y[i] = 0.0f;
+  load_centre(centre_layout(p, values), d, block, c);
+  for (int i = 0; i < d; ++i) y[i] = 0.0f;
   int centred = 0;
   for (int t = 0; t < kPageTokens; ++t) {
-    load_row_k(p.k, p.head_dim, block, t, nullptr, row);
-    for (int i = 0; i < p.head_dim; ++i) y[i] += row[i];
-    centred += is_refused(p.k, block, t) ? 0 : 1;
+    load_row(p, values, block, t, nullptr, row);
+    for (int i = 0; i < d; ++i) y[i] += row[i];
+    centred += is_refused(s, block, t) ? 0 : 1;
   }
   const float share = base::mul_rn(static_cast<float>(centred), mean_factor(kPageTokens));
-  for (int i = 0; i < p.head_dim; ++i) y[i] = base::mul_rn(c[i], share) + base::mul_rn(y[i], mean_factor(kPageTokens));
-  clean_mean(y, p.head_dim);
+  for (int i = 0; i < d; ++i) y[i] = base::mul_rn(c[i], share) + base::mul_rn(y[i], mean_factor(kPageTokens));
+  clean_mean(y, d);
 }
 
 KVANT_NAMESPACE_END

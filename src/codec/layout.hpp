@@ -1,10 +1,10 @@
 // The bytes of a page: 64 consecutive tokens of one sequence, one layer, one kv head. Normative; docs/formats.md tells
 // the same in prose.
 //
-// A block is: key planes, value planes, the keys' centre (page-centred caches only), key scales, value scales; each
-// part starts 16-byte aligned. The block's size is a multiple of 64 bytes, or of 32 in a page-centred cache whose
-// head_dim of keys is not a multiple of 64: there rows straddle cache lines anyway, and 64 would cost more than 0.14
-// bits a key value.
+// A block is: key planes, value planes, the keys' centre (page-centred caches only), key scales, the values' centre
+// (centred latents only), value scales; each part starts 16-byte aligned. The block's size is a multiple of 64 bytes,
+// or of 32 in a page-centred cache whose head_dim of keys is not a multiple of 64: there rows straddle cache lines
+// anyway, and 64 would cost more than 0.14 bits a key value.
 //
 // D is the side's own: keys and values may have different sizes. In a latent cache the key side has the rotary keys,
 // and the value side the latents, which are a part of the keys as well. Words of eight tokens serve both products: a
@@ -80,12 +80,19 @@ constexpr SideLayout side_layout(Format f, int head_dim, int lut_scales) {
   return s;
 }
 
-// Formats whose key pages can have a centre.
+// Formats whose pages of keys, or of latents, can have a centre.
 KVANT_HD constexpr bool takes_centre(Format f) {
   return is_tq(f) || f == Format::fp8;
 }
 
-constexpr PageLayout page_layout(Format k, Format v, HeadDims dims, int lut_scales = 1, bool centred = false) {
+// A centre's bytes, up to where the next part of the block begins.
+KVANT_HD constexpr std::uint32_t centre_bytes(int head_dim) {
+  return (static_cast<std::uint32_t>(head_dim * format_bits(kCentreFormat) / 8 + 2) + 15u) & ~15u;
+}
+
+// centred, latents_centred: pages of keys, and of values that are latents, have centres.
+constexpr PageLayout page_layout(Format k, Format v, HeadDims dims, int lut_scales = 1, bool centred = false,
+                                 bool latents_centred = false) {
   PageLayout p;
   p.head_dim = dims.k;
   p.k = side_layout(k, dims.k, lut_scales);
@@ -108,8 +115,9 @@ constexpr PageLayout page_layout(Format k, Format v, HeadDims dims, int lut_scal
   planes(p.k);
   planes(p.v);
   p.code_bytes = at;
-  if (centred) take(static_cast<std::uint32_t>(dims.k * format_bits(kCentreFormat) / 8 + 2));
+  if (centred) take(centre_bytes(dims.k));
   scales(p.k);
+  if (latents_centred) take(centre_bytes(dims.v));
   scales(p.v);
   p.scale_bytes = at - p.code_bytes;
   const std::uint32_t whole = centred && dims.k % 64 != 0 ? 32 : 64;
@@ -126,20 +134,42 @@ KVANT_HD constexpr bool is_centred(const PageLayout& p) {
   return !is_dense(p.k.format) && p.k.scale_offset != p.code_bytes;
 }
 
-// The centre as the key row of token 0 of a side of its own.
-KVANT_HD constexpr SideLayout centre_layout(const PageLayout& p) {
+// The same of its pages of values, which are latents then.
+KVANT_HD constexpr bool has_latent_centre(const PageLayout& p) {
+  const auto key_scales = static_cast<std::uint32_t>(kPageTokens * p.k.groups * p.k.scale_bytes);
+  return !is_dense(p.v.format) && p.v.scale_offset != p.k.scale_offset + ((key_scales + 15u) & ~15u);
+}
+KVANT_HD constexpr bool is_centred(const PageLayout& p, bool values) {
+  return values ? has_latent_centre(p) : is_centred(p);
+}
+
+// The centre that begins at byte `at` as the key row of token 0 of a side of its own.
+KVANT_HD constexpr SideLayout centre_layout_at(std::uint32_t at, int head_dim) {
   SideLayout s;
   s.format = kCentreFormat;
-  s.head_dim = p.k.head_dim;
+  s.head_dim = static_cast<std::uint16_t>(head_dim);
   s.planes = 2;
   s.plane_bits[0] = 4;
   s.plane_bits[1] = format_bits(kCentreFormat) - 4;
-  s.plane_offset[0] = p.code_bytes;
-  s.plane_offset[1] = s.plane_offset[0] + static_cast<std::uint32_t>(p.head_dim) / 2;
-  s.scale_offset = s.plane_offset[1] + static_cast<std::uint32_t>(p.head_dim) / 4;
+  s.plane_offset[0] = at;
+  s.plane_offset[1] = s.plane_offset[0] + static_cast<std::uint32_t>(head_dim) / 2;
+  s.scale_offset = s.plane_offset[1] + static_cast<std::uint32_t>(head_dim) / 4;
   s.groups = 1;
   s.scale_bytes = 2;
   return s;
+}
+KVANT_HD constexpr SideLayout centre_layout(const PageLayout& p) {
+  return centre_layout_at(p.code_bytes, p.head_dim);
+}
+KVANT_HD constexpr SideLayout latent_centre_layout(const PageLayout& p) {
+  return centre_layout_at(p.v.scale_offset - centre_bytes(p.v.head_dim), p.v.head_dim);
+}
+KVANT_HD constexpr SideLayout centre_layout(const PageLayout& p, bool values) {
+  return values ? latent_centre_layout(p) : centre_layout(p);
+}
+
+KVANT_HD constexpr const SideLayout& side_of(const PageLayout& p, bool values) {
+  return values ? p.v : p.k;
 }
 
 KVANT_NAMESPACE_END

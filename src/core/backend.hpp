@@ -42,14 +42,16 @@ struct StoreJob {
   NextRows next;                  // asked for meanwhile; no more than a hint
 };
 
-// The centre of a key page (codec/centre.hpp): makes and stores it, or finds the one that is stored; and decodes it.
+// The centre of a page of keys, or of latents (codec/centre.hpp): makes and stores it, or finds the one that is stored;
+// and decodes it.
 struct CentreJob {
   enum class Of {
     stored,  // that of the block `from`, which is only read
     rows,  // the mean of rows.count rows; of `rows` only rows, row_stride, width, dtype and rounding are read otherwise
-    page,  // the mean of the keys of the block `from`: that of the page before
+    page,  // the mean of the keys, or latents, of the block `from`: that of the page before
   };
   Of of = Of::stored;
+  bool values = false;  // the latents' centre
   const codec::PageLayout* layout = nullptr;
   std::byte* block = nullptr;  // gets the centre, unless one is stored
   BasisView basis;

@@ -27,6 +27,7 @@ void visit_fields(Stored& s, Visit&& visit) {
   visit("stored_v_head_dim", s.stored_v_head_dim, Field::of_values);
   visit("latent", c.latent, Field::of_latents);
   visit("rope", c.rope, Field::of_latents);
+  visit("v_centre", c.v_centre, Field::of_latents);
   visit("k", c.k, Field::bytes);
   visit("v", c.v, Field::bytes);
   visit("k_basis", c.k_basis, Field::bytes);

@@ -62,6 +62,25 @@ def test_bytes_and_words(rng):
     text = cache.describe()
     assert "latent 512, rope 64" in text and "k tq8, v tq4" in text
     assert int(text.split("page: 64 tokens, ")[1].split(" ")[0]) <= 340 * 64
+    assert "centre: k page, v page; chosen: the default" in text
+
+
+def test_centres(rng):
+    assert kvant.Pages(latent=LATENT, rope=ROPE).block_bytes == 332 * 64
+    assert kvant.Pages(latent=LATENT, rope=ROPE, v_centre="none").block_bytes == 325 * 64
+    rope, latent = draw(rng, 256, 1, ROPE), normed(rng, 256) + 2 * draw(rng, 1, 1, LATENT)
+    errors = []
+    for centre in ("page", "none"):
+        cache = kvant.Cache(latent=LATENT, rope=ROPE, v_centre=centre, sink_pages=0, tail_pages=0)
+        assert f"centre: k page, v {centre}" in cache.describe()
+        seq = cache.sequence()
+        seq.append(0, rope, latent)
+        stored = cache.decode(seq, 0)[1]
+        errors.append(np.linalg.norm(stored - latent) / np.linalg.norm(latent))
+        q = draw(rng, 1, 16, LATENT + ROPE)
+        out = cache.attend(seq, 0, q, scale=SCALE)
+        close(out, expected_of(q, *cache.decode(seq, 0), scale=SCALE)[0])
+    assert errors[0] < errors[1] / 1.8
 
 
 def test_fresh_tokens(rng):
@@ -116,6 +135,8 @@ def test_forks_snapshots_and_prefixes(rng, tmp_path):
 def test_what_is_refused(rng):
     with pytest.raises(kvant.InvalidArgument, match="rope = 0: must be 1 to 576 with latent"):
         kvant.Cache(latent=512)
+    with pytest.raises(kvant.InvalidArgument, match="v_centre = page with latent = 0: values have no centres"):
+        kvant.Cache(kv_heads=1, head_dim=64, v_centre="page")
     with pytest.raises(kvant.InvalidArgument, match="kv_heads = 2 with latent = 512"):
         kvant.Cache(latent=512, rope=64, kv_heads=2)
     with pytest.raises(TypeError, match="^kvant.Pages needs kv_heads and head_dim$"):

@@ -174,7 +174,9 @@ World::World(const WorldSpec& s) : spec(s), cache(Cache::create(cache_config(s))
         make_qkv({lengths.q_len, lengths.kv_len, q_heads(), spec.kv_heads, spec.head_dim, spec.v_head_dim, spec.latent},
                  spec.inputs, spec.seed + 1000 * i);
     for (float& value : x.k) value = rounded(value + spec.key_offset, spec.input_dtype);
-    for (float& value : x.v) value = rounded(value, spec.input_dtype);
+    const auto of_token = static_cast<std::size_t>(spec.kv_heads) * static_cast<std::size_t>(v_dim());
+    for (std::size_t j = 0; j < x.v.size(); ++j)
+      x.v[j] = rounded(x.v[j] + (j / of_token % 5 == 0 ? 0.0f : spec.value_offset), spec.input_dtype);
     const auto append = [&](SequenceId id, int layer, const Qkv& rows, std::int64_t begin, std::int64_t end) {
       append_rows(cache, id, rows, begin, end, spec.input_dtype, layer).value();
     };

@@ -46,7 +46,8 @@ struct WorldSpec {
   std::int64_t window = 0;  ///< the cache's
   std::int64_t window_sinks = 0;
   Inputs inputs = Inputs::gauss;
-  float key_offset = 0;  ///< added to every element of every key
+  float key_offset = 0;    ///< added to every element of every key
+  float value_offset = 0;  ///< likewise, of every value but those of each fifth token, which refuse a centre then
   std::uint64_t seed = 1;
   std::vector<std::int64_t> chunks;          ///< sizes of the appends, cycled; empty: all tokens at once
   std::vector<std::int64_t> rewinds;         ///< so many tokens are truncated and appended again, one after each append

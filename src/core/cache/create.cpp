@@ -229,9 +229,7 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
   resolve_ends(config, dense);
   const auto kernels = choose_kernels(config.isa);
   if (!kernels) return kernels.status();
-  const auto k_centre = core::resolve_centre(config.k_centre, *k);
-  if (!k_centre) return k_centre.status();
-  config.k_centre = *k_centre;
+  if (Status s = core::resolve_centres(config, *k, *v); !s) return s;
   const auto placement = core::resolve_placement(config, *k, *v, backend);
   if (!placement) return placement.status();
 
@@ -243,7 +241,8 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
                                 .capacity_pages = config.capacity_tokens / kPageTokens,
                                 .sequence_tokens = placement->sequence_tokens};
   std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, placement->stored, table));
-  impl->automatic_centre_ = codec::takes_centre(*k) && given.k_centre == KeyCentre::automatic;
+  impl->automatic_centre_ = (codec::takes_centre(*k) && given.k_centre == KeyCentre::automatic) ||
+                            (config.latent > 0 && codec::takes_centre(*v) && given.v_centre == KeyCentre::automatic);
   impl->automatic_ends_ = !dense && (given.sink_pages < 0 || given.tail_pages < 0);
   auto store = core::make_store(*placement, impl->spec_, impl->table_, **kernels, backend);
   if (!store) return store.status();

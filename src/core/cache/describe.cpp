@@ -56,7 +56,7 @@ std::string CacheImpl::describe() const {
   const codec::HeadDims stored = stored_dims();
   text += fmt::format("formats: k {}, v {}: {:.3f} bits per value with scales{}{}\n", format_info(spec_.k).name,
                       format_info(spec_.v).name, page_bits(page.code_bytes + page.scale_bytes),
-                      is_centred() ? " and centres" : "",
+                      spec_.has_centres() ? " and centres" : "",
                       stored.k > config().head_dim || stored.v > config().v_dim() ? " and padding" : "");
   text += fmt::format("page: {} tokens, {} bytes per layer and kv head\n", kPageTokens, page.block_bytes);
   if (const ExactEnds ends = exact_ends(); ends.sink_pages + ends.tail_pages == 0) {
@@ -68,8 +68,11 @@ std::string CacheImpl::describe() const {
   if (automatic_ends_) text += "; chosen: the default";
   text += '\n';
   text += fmt::format("basis: k {}, v {}\n", core::basis_name(config().k_basis), core::basis_name(config().v_basis));
-  text +=
-      fmt::format("centre: k {}{}\n", is_centred() ? "page" : "none", automatic_centre_ ? "; chosen: the default" : "");
+  text += fmt::format("centre: k {}{}{}\n", spec_.is_centred(false) ? "page" : "none",
+                      !spec_.is_latent()       ? ""
+                      : spec_.is_centred(true) ? ", v page"
+                                               : ", v none",
+                      automatic_centre_ ? "; chosen: the default" : "");
   if (config().window > 0) {
     text += fmt::format("window: {} tokens and the first {}; truncation back by {} tokens\n", config().window,
                         config().window_sinks, std::max<std::int64_t>(kPageTokens, config().rollback_tokens));

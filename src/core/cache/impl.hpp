@@ -69,7 +69,6 @@ class CacheImpl {
   }
   /// Pool::exact before the first write: bf16, and known to be provisional by exact_dtype() being unset.
   [[nodiscard]] const codec::PageLayout& layout(Pool pool) const noexcept { return store_->layout(pool); }
-  [[nodiscard]] bool is_centred() const noexcept { return spec_.is_centred(); }
   [[nodiscard]] codec::HeadDims stored_dims() const noexcept { return spec_.stored_dims(); }
   [[nodiscard]] std::string head_dim_words() const { return spec_.head_dim_words(); }
   [[nodiscard]] std::optional<Dtype> exact_dtype() const noexcept { return store_->exact_dtype(); }

@@ -100,12 +100,12 @@ Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_
       for (std::int64_t t = first; t < last; ++t) {
         const int token = static_cast<int>(t % kPageTokens);
         if (keys.data != nullptr) {
-          codec::load_key(l, bytes, token, exact ? nullptr : spec_.k_levels(), stored);
+          codec::load_vector(l, false, bytes, token, exact ? nullptr : spec_.k_levels(), stored);
           if (!exact) codec::output_from_basis(k_basis(layer, head), l.k.head_dim, stored, 1.0f);
           std::copy_n(stored, config().head_dim, row(keys, t));
         }
         if (values.data != nullptr) {
-          codec::load_row_v(l.v, l.v.head_dim, bytes, token, exact ? nullptr : spec_.v_levels(), stored);
+          codec::load_vector(l, true, bytes, token, exact ? nullptr : spec_.v_levels(), stored);
           if (!exact) codec::output_from_basis(v_basis(layer, head), l.v.head_dim, stored, 1.0f);
           std::copy_n(stored, config().v_dim(), row(values, t));
         }

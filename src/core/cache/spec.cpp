@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/fmt.hpp"
+#include "core/store/page_store.hpp"
 
 namespace kvant::core {
 namespace {
@@ -17,20 +18,43 @@ codec::PageLayout rounded_up(codec::PageLayout layout, std::uint32_t multiple) {
   return layout;
 }
 
-}  // namespace
-
-Result<KeyCentre> resolve_centre(KeyCentre centre, Format k) {
+// `side` is k or v, `vectors` what it has.
+Status resolve_centre(char side, const char* vectors, KeyCentre& centre, Format format) {
   if (centre > KeyCentre::page) {
     return {Code::invalid_argument,
-            fmt::format("k_centre = {}: must be automatic, none or page", static_cast<int>(centre))};
+            fmt::format("{}_centre = {}: must be automatic, none or page", side, static_cast<int>(centre))};
   }
-  if (centre == KeyCentre::automatic) return codec::takes_centre(k) ? KeyCentre::page : KeyCentre::none;
-  if (centre == KeyCentre::none || codec::takes_centre(k)) return centre;
+  const bool takes = codec::takes_centre(format);
+  if (centre == KeyCentre::automatic) centre = takes ? KeyCentre::page : KeyCentre::none;
+  if (centre == KeyCentre::none || takes) return {};
+  const std::string why = codec::is_dense(format)
+                              ? fmt::format("dense {} are stored as given, and there is nothing to gain", vectors)
+                              : fmt::format("imported {} keep their codes, which have no centre", vectors);
   return {Code::invalid_argument,
-          fmt::format("k_centre = page with k = {}: {}; use k_centre = none, or keys in a tq format or fp8",
-                      format_info(k).name,
-                      codec::is_dense(k) ? "dense keys are stored as given, and there is nothing to gain"
-                                         : "imported keys keep their codes, which have no centre")};
+          fmt::format("{0}_centre = page with {0} = {1}: {2}; use {0}_centre = none, or {3} in a tq format or fp8",
+                      side, format_info(format).name, why, vectors)};
+}
+
+}  // namespace
+
+Status resolve_centres(CacheConfig& config, Format k, Format v) {
+  if (config.v_centre == KeyCentre::automatic &&
+      (config.latent == 0 || config.k_centre == KeyCentre::none || !has_latent_centres(config)))
+    config.v_centre = KeyCentre::none;
+  if (Status s = resolve_centre('k', "keys", config.k_centre, k); !s) return s;
+  if (Status s = resolve_centre('v', "latents", config.v_centre, v); !s) return s;
+  if (config.v_centre == KeyCentre::none) return {};
+  if (config.latent == 0) {
+    return {Code::invalid_argument,
+            "v_centre = page with latent = 0: values have no centres, but latents have, which are keys as well; use "
+            "v_centre = none, or set latent"};
+  }
+  if (has_latent_centres(config)) return {};
+  return {
+      Code::unsupported,
+      fmt::format("v_centre = page with device = \"{}\": kernels there read latents without centres; use v_centre = "
+                  "none, which is the default there, or device = \"cpu\"",
+                  config.device)};
 }
 
 const char* basis_name(BasisKind kind) {
@@ -85,7 +109,8 @@ CacheSpec::CacheSpec(CacheConfig resolved, Format k_format, Format v_format, cod
     : config(std::move(resolved)),
       k(k_format),
       v(v_format),
-      encoded(rounded_up(codec::page_layout(k, v, stored, config.lut_scales, config.k_centre == KeyCentre::page),
+      encoded(rounded_up(codec::page_layout(k, v, stored, config.lut_scales, config.k_centre == KeyCentre::page,
+                                            config.v_centre == KeyCentre::page),
                          block_multiple)),
       k_bases(config.k_basis, calibrated(config.k_basis, config, &BasisSet::keys), config.kv_heads),
       v_bases(config.v_basis, calibrated(config.v_basis, config, &BasisSet::values), config.kv_heads) {}

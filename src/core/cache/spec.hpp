@@ -10,8 +10,9 @@
 namespace kvant::core {
 
 const char* basis_name(BasisKind kind);
-/// page or none: `automatic` is page for formats that take a centre. Refused where they do not.
-Result<KeyCentre> resolve_centre(KeyCentre centre, Format k);
+/// Makes page or none of k_centre and v_centre: `automatic` is page for formats that take a centre, and follows a
+/// k_centre of none. Refused where a format does not take a centre, and for values that are no latents.
+Status resolve_centres(CacheConfig& config, Format k, Format v);
 /// The values of a row of keys, or of values or outputs, and what messages call them.
 struct RowWidth {
   int values;
@@ -50,8 +51,11 @@ class CacheSpec {
   }
   /// Values are a part of the keys (codec/layout.hpp).
   [[nodiscard]] bool is_latent() const noexcept { return config.latent > 0; }
-  /// Encoded key pages have centres (codec/centre.hpp).
-  [[nodiscard]] bool is_centred() const noexcept { return config.k_centre == KeyCentre::page; }
+  /// Encoded pages of keys, or of latents, have centres (codec/centre.hpp).
+  [[nodiscard]] bool is_centred(bool values) const noexcept {
+    return (values ? config.v_centre : config.k_centre) == KeyCentre::page;
+  }
+  [[nodiscard]] bool has_centres() const noexcept { return is_centred(false) || is_centred(true); }
   /// Blocks of a slot.
   [[nodiscard]] std::int64_t slot_blocks() const noexcept {
     return static_cast<std::int64_t>(config.layers) * config.kv_heads;

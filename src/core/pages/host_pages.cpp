@@ -40,9 +40,10 @@ void decode_blocks_share(void* context, int worker) {
       const std::int64_t element = at * kPageTokens * out.stride[0] + head * out.stride[1];
       const std::byte* block = block_of(*run.pool, run.ids[static_cast<std::size_t>(at)], head);
       float centre[codec::kMaxHeadDim];
-      const bool centred = !values && spec.is_centred();
+      const bool centred = spec.is_centred(values);
       if (centred) {
-        run.kernels->centre({.layout = &spec.encoded, .basis = {}, .rows = {}, .from = block, .centre = centre});
+        run.kernels->centre(
+            {.values = values, .layout = &spec.encoded, .basis = {}, .rows = {}, .from = block, .centre = centre});
       }
       (values ? run.kernels->decode_v : run.kernels->decode_k)(
           {.side = values ? &spec.encoded.v : &spec.encoded.k,

@@ -32,8 +32,9 @@ void encode_block(const CopyEncode& e, const BlockPool& pool, const base::BlockT
     job.side = values ? &spec.encoded.v : &spec.encoded.k;
     job.block = block;
     job.basis = (values ? spec.v_bases : spec.k_bases).at(0, 0);
-    if (!values && spec.is_centred()) {
+    if (spec.is_centred(values)) {
       CentreJob make{.of = CentreJob::Of::rows,
+                     .values = values,
                      .layout = &spec.encoded,
                      .block = block,
                      .basis = job.basis,

@@ -87,32 +87,33 @@ bool store_run(const SlotWrite& w, const SlotRun& run, int head, bool values, co
   return true;
 }
 
-// The centre of a block's keys, for the tokens of these runs.
-void find_centre(const SlotWrite& w, std::span<const SlotRun> runs, int head, std::byte* block, Dtype rounding,
-                 float* centre) {
+// The centre of a block's keys, or latents, for the tokens of these runs.
+void find_centre(const SlotWrite& w, std::span<const SlotRun> runs, int head, bool values, std::byte* block,
+                 Dtype rounding, float* centre) {
   const CacheSpec& spec = *w.spec;
-  CentreJob job{.layout = &spec.encoded,
+  CentreJob job{.values = values,
+                .layout = &spec.encoded,
                 .block = block,
-                .basis = spec.k_bases.at(0, 0),
+                .basis = (values ? spec.v_bases : spec.k_bases).at(0, 0),
                 .rows = {},
                 .from = block,
                 .centre = centre};
   for (const SlotRun& run : runs) {
     if (run.copy_before >= 0) {
       job.of = CentreJob::Of::rows;
-      job.rows = w.tail->rows_of_copy(run.copy_before, w.pool->layer, head, false, kPageTokens);
+      job.rows = w.tail->rows_of_copy(run.copy_before, w.pool->layer, head, values, kPageTokens);
     } else if (run.before >= 0) {
       job.of = CentreJob::Of::page;
       job.from = block_of(*w.pool, run.before, head);
     } else if (run.mean_of > 0) {
-      const TensorView& keys = w.rows(run, false);
+      const TensorView& rows = w.rows(run, values);
       job.of = CentreJob::Of::rows;
-      job.rows.head_dim = spec.encoded.k.head_dim;
-      job.rows.width = spec.config.head_dim;
+      job.rows.head_dim = codec::side_of(spec.encoded, values).head_dim;
+      job.rows.width = row_width(spec.config, values).values;
       job.rows.count = run.mean_of;
-      job.rows.rows = w.row(run, false, 0, head);
-      job.rows.row_stride = keys.stride[0];
-      job.rows.dtype = keys.dtype;
+      job.rows.rows = w.row(run, values, 0, head);
+      job.rows.row_stride = rows.stride[0];
+      job.rows.dtype = rows.dtype;
       job.rows.rounding = rounding;
     }
   }
@@ -143,12 +144,13 @@ void write_chain(SlotWrite& w, std::size_t chain, int head) {
     std::memset(encoded, 0, spec.encoded.block_bytes);
   const Dtype rounding = w.tail == nullptr ? Dtype::f32 : w.tail->dtype;
   float centre[codec::kMaxHeadDim];
-  if (spec.is_centred()) find_centre(w, runs, head, encoded, rounding, centre);
   for (const bool values : {false, true}) {
+    const bool centred = spec.is_centred(values);
+    if (centred) find_centre(w, runs, head, values, encoded, rounding, centre);
     store(values, {.side = values ? &spec.encoded.v : &spec.encoded.k,
                    .block = encoded,
                    .basis = (values ? spec.v_bases : spec.k_bases).at(0, 0),
-                   .centre = !values && spec.is_centred() ? centre : nullptr,
+                   .centre = centred ? centre : nullptr,
                    .rounding = rounding});
   }
 }
@@ -250,17 +252,18 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
     ++tokens;
   }
   if (tokens == 0) return {};
-  if (spec().is_centred() && !step_->is_known()) {
-    return refuse_argument(
-        "keys have centres, and no step has begun: call begin_step before the step's writes, which finds the blocks "
-        "before those that begin, or create the pages with k_centre = none");
+  if (spec().has_centres() && !step_->is_known()) {
+    return refuse_argument(fmt::format(
+        "{} have centres, and no step has begun: call begin_step before the step's writes, which finds the blocks "
+        "before those that begin, or create the pages with k_centre = none",
+        spec().is_centred(false) ? "keys" : "latents"));
   }
   if (Status s = check_slot_values(spec(), keys, values, all); !s) return s;
   SlotRuns cut = cut_slots(all);
   if (own_tail_) {
     if (Status s = find_copies(cut.runs, *step_, own_tail_->copies); !s) return s;
   }
-  if (spec().is_centred()) choose_centres(cut.runs, *step_, pool.blocks, own_tail_ ? &own_tail_->copies : nullptr);
+  if (spec().has_centres()) choose_centres(cut.runs, *step_, pool.blocks, own_tail_ ? &own_tail_->copies : nullptr);
   const ChainOrder order = order_chains(cut);
   const GatheredRows gathered[] = {{keys, cut.gathered, spec().config.kv_heads, spec().config.head_dim},
                                    {values, cut.gathered, spec().config.kv_heads, spec().config.v_dim()}};

@@ -84,7 +84,7 @@ class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
                       Stream stream) const = 0;
   virtual Result<bool> take_non_finite(Stream stream) const = 0;
   /// Calls of begin_step do something.
-  [[nodiscard]] bool has_steps() const noexcept { return tail_.pages > 0 || spec_.is_centred(); }
+  [[nodiscard]] bool has_steps() const noexcept { return tail_.pages > 0 || spec_.has_centres(); }
   // Called for pages with a tail or centres only; the sequences of `tables` are as many as a tail has.
   virtual Status begin_step(const StepTables& tables, Stream stream) const = 0;
   // Called for pages with a tail only.

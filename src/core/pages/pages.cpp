@@ -186,9 +186,8 @@ Result<std::shared_ptr<const PagesImpl>> PagesImpl::create(const PagesConfig& gi
   cache.sink_pages = cache.tail_pages = 0;
   cache.k_basis = own_basis(*k);
   cache.v_basis = own_basis(*v);
-  const auto k_centre = core::resolve_centre(c.k_centre, *k);
-  if (!k_centre) return k_centre.status();
-  cache.k_centre = *k_centre;
+  cache.k_centre = c.k_centre, cache.v_centre = c.v_centre;
+  if (Status s = core::resolve_centres(cache, *k, *v); !s) return s;
   cache.threads = c.threads;
   cache.isa = c.isa;
   if (device->has_value()) return core::DevicePages::create({c, cache, *k, *v, {}}, **device, backend);

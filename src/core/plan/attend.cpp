@@ -75,6 +75,7 @@ ScratchLayout scratch_layout(int rows, const ItemShape& shape, RowPath path) {
     s.panel_basis = at.take(kMatrixKeyBytes * r * dp);
     s.latent_raw = at.take(kMatrixKeyBytes * r * latent);
     s.latent_basis = at.take(kMatrixKeyBytes * r * latent);
+    s.latent_queries = at.take(shape.latents_centred ? 4 * r * latent : 0);
     s.panel_centre = at.take(shape.centred ? 4 * r * dp : 0);
     s.page = at.take(kMatrixKeyBytes * tokens * widest);
     s.weights = at.take(4 * r * tokens);

@@ -114,7 +114,8 @@ struct RunContext {
   // with them, and the width.k behind these with the key side, rotary keys.
   bool latent;
   int group, kv_heads;
-  bool centred;  // encoded key pages have centres
+  bool centred;          // encoded key pages have centres
+  bool latents_centred;  // and pages of latents
   // Many rows: encoded pages are multiplied as 8-bit integers, queries as one or two digits (core/plan/products.hpp).
   bool byte_products, two_digits;
   base::LogitRule<float> logits;
@@ -182,6 +183,7 @@ struct ScratchLayout {
   std::size_t panel_centre;  // matrix path of centred caches: f32 panels in the basis, in the order of unpacked centres
   // Matrix path: the queries' parts that latents are multiplied with, as given and in the basis, as operands.
   std::size_t latent_raw, latent_basis;
+  std::size_t latent_queries;    // with centres of latents: f32 [rows][as many], in the basis
   std::size_t tile;              // f32 [64][widest + kTilePadding]: decoded keys or values, or latents and keys
   std::size_t transpose;         // tile path: f32 [64][kTransposedRows]
   std::size_t page;              // matrix path: keys or values of kMatrixPages pages as operand
@@ -198,7 +200,7 @@ struct ScratchLayout {
 struct ItemShape {
   codec::HeadDims dims;
   int padded_dim;
-  bool centred, byte_products, latent;
+  bool centred, byte_products, latent, latents_centred;
 };
 ScratchLayout scratch_layout(int rows, const ItemShape& shape, RowPath path);
 

@@ -45,7 +45,7 @@ Status HostWork::choose_kernels() {
     products.why = "chosen, since latents are not multiplied in 8";
     return {};
   }
-  const bool is_even = spec.is_centred() && spec.config.k_basis == BasisKind::hadamard;
+  const bool is_even = spec.is_centred(false) && spec.config.k_basis == BasisKind::hadamard;
   const Result<Products> how = choose_products(options.products, spec.k, spec.v, is_even, kernels->multiplies_bytes);
   if (!how.ok()) return how.status();
   products = *how;
@@ -161,8 +161,10 @@ const ItemLayout* HostWork::layout_of(int rows, RowPath path) {
   for (const ItemLayout& l : layouts) {
     if (l.rows == rows && l.path == path) return &l;
   }
-  return &layouts.emplace_back(item_layout(
-      rows, {spec.stored_dims(), padded_dim, spec.is_centred(), products.bits == 8, spec.is_latent()}, path));
+  return &layouts.emplace_back(item_layout(rows,
+                                           {spec.stored_dims(), padded_dim, spec.is_centred(false), products.bits == 8,
+                                            spec.is_latent(), spec.is_centred(true)},
+                                           path));
 }
 
 void HostWork::add_rows(int sequence, int head, int row, int rows, RowPath path, bool single_block) {

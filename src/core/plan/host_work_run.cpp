@@ -186,7 +186,8 @@ Status HostWork::run(const RunPages& where, const MaskData& mask, const TensorVi
   c.latent = spec.is_latent();
   c.group = group;
   c.kv_heads = config.kv_heads;
-  c.centred = spec.is_centred();
+  c.centred = spec.is_centred(false);
+  c.latents_centred = spec.is_centred(true);
   c.byte_products = products.bits == 8;
   c.two_digits = products.two_digits;
   c.logits = base::logit_rule<float>(options);

@@ -79,8 +79,9 @@ void decode_share(void* context, int worker) {
         job.levels = values ? spec.v_levels() : spec.k_levels();
       }
       float centre[codec::kMaxHeadDim];
-      if (encoded && !values && spec.is_centred()) {
+      if (encoded && spec.is_centred(values)) {
         run.kernels->centre({.of = CentreJob::Of::stored,
+                             .values = values,
                              .layout = &layout,
                              .block = nullptr,
                              .basis = {},

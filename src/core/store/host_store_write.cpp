@@ -8,12 +8,12 @@
 //                                this copy
 //   it has none                  its rows are encoded in place
 //
-// In a page-centred cache keys that are encoded are centred unless they refuse (codec/centre.hpp). The first page of a
-// sequence has its first key as the centre. Other pages that are encoded as a whole, from the exact copy or from a step
-// that covers them, have their own mean, and are stored side by side. A page that a step begins and does not fill, and
-// that has no exact copy, has the mean of the page before as that is stored, so it is stored after that page. A page
-// that is encoded in part and has a centre keeps the centre: one that goes on being filled, and one that was truncated
-// so far back that its exact copy was gone.
+// In a page-centred cache keys that are encoded are centred unless they refuse (codec/centre.hpp), and latents are
+// by the same rules. The first page of a sequence has its first key as the centre. Other pages that are encoded as a
+// whole, from the exact copy or from a step that covers them, have their own mean, and are stored side by side. A
+// page that a step begins and does not fill, and that has no exact copy, has the mean of the page before as that is
+// stored, so it is stored after that page. A page that is encoded in part and has a centre keeps the centre: one
+// that goes on being filled, and one that was truncated so far back that its exact copy was gone.
 #include <algorithm>
 #include <atomic>
 
@@ -161,7 +161,7 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
     core::StoreJob to = job(core::Pool::encoded, page.ref.encoded, first, count, rows);
     to.basis = (piece.values ? spec.v_bases : spec.k_bases).at(run.layer, piece.head);
     to.levels = piece.values ? spec.v_levels() : spec.k_levels();
-    if (!piece.values && spec.is_centred()) to.centre = centre;
+    if (spec.is_centred(piece.values)) to.centre = centre;
     return to;
   };
   const TensorView& tensor = tensor_of(run, piece);
@@ -175,11 +175,12 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
 
   // Called before rows are encoded; with a page whose exact copy is encoded, after all of its rows are in the copy.
   const auto find_centre = [&] {
-    if (piece.values || !spec.is_centred()) return;
+    if (!spec.is_centred(piece.values)) return;
     core::CentreJob make{.of = core::CentreJob::Of::stored,
+                         .values = piece.values,
                          .layout = &run.encoded->layout(),
                          .block = block(core::Pool::encoded, page.ref.encoded),
-                         .basis = spec.k_bases.at(run.layer, piece.head),
+                         .basis = (piece.values ? spec.v_bases : spec.k_bases).at(run.layer, piece.head),
                          .rows = {},
                          .from = block(core::Pool::encoded, page.ref.encoded),
                          .centre = centre};
@@ -264,7 +265,7 @@ Status core::HostStore::write(std::span<const StepRows> rows, int layer, const T
                            .number = p,
                            .before = p > 0 ? s.pages[index(p - 1)] : core::PageRef{}};
       if (page.count == 0 && !page.turns) continue;
-      const bool follows = spec_.is_centred() && takes_centre_of_before(page) && page.row > 0;
+      const bool follows = spec_.has_centres() && takes_centre_of_before(page) && page.row > 0;
       if (!follows) chains.push_back(work.size());
       tokens += page.turns ? kPageTokens : page.count;
       work.push_back(page);

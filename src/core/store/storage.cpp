@@ -149,9 +149,11 @@ void Storage::copy(std::int32_t from, std::int32_t to, int tokens) noexcept {
       std::byte* target = block(to, layer, head);
       copy_side(layout_.k, tokens, source, target);
       copy_side(layout_.v, tokens, source, target);
-      if (codec::is_centred(layout_)) {
-        std::memcpy(target + layout_.code_bytes, source + layout_.code_bytes,
-                    layout_.k.scale_offset - layout_.code_bytes);
+      for (const bool values : {false, true}) {
+        if (!codec::is_centred(layout_, values)) continue;
+        const codec::SideLayout centre = codec::centre_layout(layout_, values);
+        std::memcpy(target + centre.plane_offset[0], source + centre.plane_offset[0],
+                    codec::centre_bytes(centre.head_dim));
       }
     }
   }

@@ -40,7 +40,7 @@ class Storage {
             .layer_offset = static_cast<std::size_t>(layer) * static_cast<std::size_t>(kv_heads_) * layout_.block_bytes,
             .head_stride = layout_.block_bytes};
   }
-  /// Copies the keys' centre and the first `tokens` tokens of a page, and of those that follow what lies in one octet
+  /// Copies the centres and the first `tokens` tokens of a page, and of those that follow what lies in one octet
   /// with them. Others keep what they were, code and scale of a token from the same vector.
   void copy(std::int32_t from, std::int32_t to, int tokens) noexcept;
 

@@ -207,8 +207,10 @@ void tile_scores(const core::AttendItem& item, const core::ScratchLayout& l, con
   const int t_first = page.t_begin & ~7, t_last = (page.t_end + 7) & ~7;
   const int columns = tile_columns(run, page);
   if (run.latent) {
+    LatentCentre room;
+    const LatentCentre* const centre = find_latent_centre<S>(*page.layout, page.block, room);
     with_format(values.format, [&]<Format F>() {
-      decode_values<S, F>(values, run.head_dim.v, page.block, t_first, t_last, page.v_levels, tile, columns);
+      decode_values<S, F>(values, run.head_dim.v, page.block, t_first, t_last, page.v_levels, tile, columns, centre);
     });
   }
   with_format(keys.format, [&]<Format F>() {

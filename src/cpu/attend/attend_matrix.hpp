@@ -44,6 +44,10 @@ struct MatrixItem {
   }
   // Elements of a latent that are multiplied with queries.
   KVANT_INLINE int latent_depth() const { return (run.head_dim.v + kTileDepth - 1) / kTileDepth * kTileDepth; }
+  // A query's part that latents are multiplied with, in the basis.
+  KVANT_INLINE float* latent_query(int r) const {
+    return at<float>(item.scratch, l.latent_queries) + r * latent_depth();
+  }
   KVANT_INLINE SumTiles outputs(int domain) const {
     return {at<float>(item.scratch, l.output[domain]), kTileRows * run.head_dim.v, kTileRows * kTileWords, kTileWords};
   }
@@ -73,6 +77,8 @@ struct MatrixItem {
       read_latents_row(item, l, rows.state, r, raw, rotated);
       pack_row<W, kQueryTerms>(raw, latent_depth(), rows_at(l.latent_raw, latent_depth()), r);
       pack_row<W, kQueryTerms>(rotated, latent_depth(), rows_at(l.latent_basis, latent_depth()), r);
+      if (run.latents_centred && r < item.rows)
+        __builtin_memcpy(latent_query(r), rotated, static_cast<std::size_t>(latent_depth()) * sizeof(float));
     }
   }
 
@@ -137,7 +143,7 @@ struct MatrixItem {
       const typename W::F half_step = W::setf(at<float>(item.scratch, l.half_steps)[of_row]);
       for (int t = 0; t < kPageTokens; t += W::kLanes) {
         typename W::F s =
-            score_of_sums<W>(W::as_i(W::loadf(sums + t)), correction, load_key_scales<W>(scales + 2 * t), half_step);
+            score_of_sums<W>(W::as_i(W::loadf(sums + t)), correction, load_scales<W>(scales + 2 * t), half_step);
         if (g > 0) s = W::add(s, W::loadf(to + t));
         W::storef(to + t, s);
       }
@@ -178,6 +184,36 @@ struct MatrixItem {
     });
   }
 
+  // scores += queries times the latents' centre of page i, where latents have it.
+  void add_latent_centre(const PageView& page, int i) const {
+    LatentCentre room;
+    const LatentCentre* const centre = find_latent_centre<S>(*page.layout, page.block, room);
+    if (centre == nullptr) return;
+    float dots[core::kRowBlock] = {};
+    add_centre_of_rows<S>(centre->c, latent_query(0), item.rows, latent_depth(), dots);
+    for (int r = 0; r < item.rows; ++r) {
+      float* s = scores + r * kStride + i * kPageTokens;
+      for (int t = 0; t < kPageTokens; t += W::kLanes)
+        W::storef(s + t, W::fma(W::setf(dots[r]), W::loadf(centre->share + t), W::loadf(s + t)));
+    }
+  }
+  // Output sums += the same centre times the weights of page i.
+  void add_latent_centre_of_weights(const PageView& page, int i) const {
+    LatentCentre room;
+    const LatentCentre* const centre = find_latent_centre<S>(*page.layout, page.block, room);
+    if (centre == nullptr) return;
+    for (int r = 0; r < item.rows; ++r) {
+      const float* p = scores + r * kStride + i * kPageTokens;
+      typename W::F sum = W::setf(0.0f);
+      for (int t = 0; t < kPageTokens; t += W::kLanes) sum = W::fma(W::loadf(p + t), W::loadf(centre->share + t), sum);
+      const typename W::F weight = W::setf(W::reduce_add(sum));
+      each_tile_of_row(outputs(page.domain), run.head_dim.v, r, [&](float* x, int c) {
+        for (int j = 0; j < kTileWords; j += W::kLanes)
+          W::storef(x + j, W::fma(weight, W::loadf(centre->c + c + j), W::loadf(x + j)));
+      });
+    }
+  }
+
   // scores += queries times latents. Levels are decoded, transposed and packed once more as values, whose order of
   // elements is another.
   void multiply_latents(const PageRows* seen, int count) const {
@@ -196,7 +232,9 @@ struct MatrixItem {
           for (int o = 0; o < kPageTokens / 8; ++o)
             decode_value_octet<S, F, false>(side, d, page.block, o, tables, tile + 8 * o * depth, depth);
         } else {
-          decode_values<S, F>(side, d, page.block, 0, kPageTokens, page.v_levels, tile, depth);
+          LatentCentre room;
+          decode_values<S, F>(side, d, page.block, 0, kPageTokens, page.v_levels, tile, depth,
+                              find_latent_centre<S>(*page.layout, page.block, room));
         }
         zero_columns(tile, depth, d);
         pack_keys<S, kTerms>(tile, depth, latents, i * kBlocksOfPage);
@@ -212,6 +250,7 @@ struct MatrixItem {
                             sums + i * kPageTokens, scores + i * kPageTokens, kStride);
           }
         }
+        for (int i = 0; i < count; ++i) add_latent_centre(seen[i].page, i);
       } else {
         multiply_all<S, kQueryTerms, kTerms, true>(queries, row_blocks, latents, 0, blocks, 0, latents.steps,
                                                    score_tiles(scores, kStride));
@@ -252,12 +291,15 @@ struct MatrixItem {
           }
         };
         run.byte_products ? multiply.template operator()<1>() : multiply.template operator()<2>();
+        for (int i = 0; i < count; ++i) add_latent_centre_of_weights(seen[i].page, i);
       } else {
         float* tile = at<float>(item.scratch, l.tile);
         const int stride = d + core::kTilePadding;
         for (int i = 0; i < count; ++i) {
           const PageView& page = seen[i].page;
-          decode_values<S, F>(side, d, page.block, page.t_begin & ~7, page.t_end, page.v_levels, tile, stride);
+          LatentCentre room;
+          decode_values<S, F>(side, d, page.block, page.t_begin & ~7, page.t_end, page.v_levels, tile, stride,
+                              find_latent_centre<S>(*page.layout, page.block, room));
           zero_rows(tile, stride, 0, page.t_begin);
           zero_rows(tile, stride, page.t_end, kPageTokens);
           clear_broken(page, tile, stride);

@@ -196,7 +196,7 @@ __attribute__((noinline)) void level_scores(const codec::SideLayout& side, const
   const auto tokens = [&]<int C>(int t, int g) {
     typename W::F scale[C];
     for (int j = 0; j < C; ++j)
-      scale[j] = load_key_scales<W>(page + side.scale_offset + (g * kPageTokens + t + j * W::kLanes) * 2);
+      scale[j] = load_scales<W>(page + side.scale_offset + (g * kPageTokens + t + j * W::kLanes) * 2);
     in_row_chunks<W>(rows, [&]<int R>(int row) {
       typename W::I sums[R][C];
       multiply_words<W, Dot>(q.rows, row, keys, t, g * group_words, (g + 1) * group_words, sums);

@@ -327,7 +327,7 @@ template <class S>
 void scale_scores(const std::byte* scales, int rows, bool adds, const float* sums, float* scores, int stride) {
   using W = Wide<S>;
   typename W::F scale[kPageTokens / W::kLanes];
-  for (int t = 0; t < kPageTokens; t += W::kLanes) scale[t / W::kLanes] = load_key_scales<W>(scales + 2 * t);
+  for (int t = 0; t < kPageTokens; t += W::kLanes) scale[t / W::kLanes] = load_scales<W>(scales + 2 * t);
   for (int r = 0; r < rows; ++r, sums += stride, scores += stride) {
     for (int t = 0; t < kPageTokens; t += W::kLanes) {
       typename W::F s = W::mul(W::loadf(sums + t), scale[t / W::kLanes]);

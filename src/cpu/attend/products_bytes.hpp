@@ -169,7 +169,7 @@ void scores_bytes(const codec::SideLayout& side, int head_dim, const std::byte* 
           }
         });
       }
-      const typename W::F k_scale = load_key_scales<W>(block + side.scale_offset + (g * kPageTokens + t) * 2);
+      const typename W::F k_scale = load_scales<W>(block + side.scale_offset + (g * kPageTokens + t) * 2);
       for (int r = 0; r < R; ++r) {
         for (int i = 1; i < kChains; ++i) {
           high[r][0] = W::addi(high[r][0], high[r][i]);
@@ -208,7 +208,7 @@ void scores_bytes_shared(const codec::SideLayout& side, int head_dim, const std:
         }
       }
       const std::byte* scales = block + side.scale_offset + (g * kPageTokens + t) * 2;
-      const typename W::F k_scale[2] = {load_key_scales<W>(scales), load_key_scales<W>(scales + 32)};
+      const typename W::F k_scale[2] = {load_scales<W>(scales), load_scales<W>(scales + 32)};
       in_chunks_of_four(rows, [&]<int R>(int row) {
         typename W::I high[R][2], low[R][2];
         for (int r = 0; r < R; ++r) {

@@ -95,7 +95,7 @@ void scores_float(const std::byte* rows, const std::byte* scales, int head_dim, 
     }
     for (int r = 0; r < R; ++r) {
       typename S::F s = W::sum_each(sums[r]);
-      if constexpr (Row::kScaled) s = S::mul(s, load_key_scales<S>(scales + 2 * t8));
+      if constexpr (Row::kScaled) s = S::mul(s, load_scales<S>(scales + 2 * t8));
       S::storef(scores + r * kPageTokens + t8, s);
     }
   }
@@ -214,7 +214,7 @@ void scores_float_shared(const std::byte* rows, const std::byte* scales, int hea
       scores_float<S, Format::f32, R>(reinterpret_cast<const std::byte*>(keys), nullptr, head_dim, padded_dim, 0, 8,
                                       q + r * padded_dim, out, {});
       if constexpr (FloatRow<Wide<S>, F>::kScaled) {
-        const typename S::F scale = load_key_scales<S>(scales + 16 * octet);
+        const typename S::F scale = load_scales<S>(scales + 16 * octet);
         for (int i = 0; i < R; ++i, out += kPageTokens) S::storef(out, S::mul(S::loadf(out), scale));
       }
     });

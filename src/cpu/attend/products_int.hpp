@@ -84,7 +84,7 @@ void scores_int(const codec::SideLayout& side, int head_dim, const std::byte* bl
           for (int i = 0; i < kTokens; ++i) sums[r][t + i] = W::part(acc[r], i);
         }
       }
-      const typename S::F k_scale = load_key_scales<S>(block + side.scale_offset + (g * kPageTokens + t8) * 2);
+      const typename S::F k_scale = load_scales<S>(block + side.scale_offset + (g * kPageTokens + t8) * 2);
       for (int r = 0; r < R; ++r) {
         const int at = r * codec::kMaxScaleGroups + g;
         const typename S::I exact = S::subi(S::sum_each(sums[r]), S::seti(q.offsets[at]));
@@ -121,7 +121,7 @@ void scores_int_shared(const codec::SideLayout& side, int head_dim, const std::b
           codes.advance_key_block(side);
         }
       }
-      const typename S::F k_scale = load_key_scales<S>(block + side.scale_offset + (g * kPageTokens + t8) * 2);
+      const typename S::F k_scale = load_scales<S>(block + side.scale_offset + (g * kPageTokens + t8) * 2);
       in_chunks_of_four(rows, [&]<int R>(int row) {
         typename S::I sums[R][8];
         for (int j = 0; j < kRegisters; j += kAtOnce) {

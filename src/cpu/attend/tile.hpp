@@ -72,21 +72,30 @@ void decode_keys(const codec::SideLayout& side, int head_dim, int padded_dim, co
   }
 }
 
+// The centre of a page's latents, in the order of channels, and which tokens have it: 1, or 0 where one refused it.
+struct LatentCentre {
+  alignas(64) float c[codec::kMaxHeadDim];
+  alignas(64) float share[kPageTokens];
+};
+
 // Values of an integer format: the eight tokens of an octet, one a row. Without kScaled, levels less their offset.
-template <class S, Format F, bool kScaled = true>
+// `centre` is added where kCentred.
+template <class S, Format F, bool kScaled = true, bool kCentred = false>
 KVANT_INLINE void decode_value_octet(const codec::SideLayout& side, int head_dim, const std::byte* block, int octet,
-                                     const typename Unpack<S, F>::Tables& tables, float* rows, int stride) {
+                                     const typename Unpack<S, F>::Tables& tables, float* rows, int stride,
+                                     const LatentCentre* centre = nullptr) {
   const typename S::F offset = S::setf(level_offset(F));
   const int group_dim = head_dim / side.groups;
   for (int g = 0; g < side.groups; ++g) {
     float scale[8];
-    S::storef(scale, S::load_f16(block + side.scale_offset + (g * kPageTokens + 8 * octet) * 2));
+    S::storef(scale, load_scales<S>(block + side.scale_offset + (g * kPageTokens + 8 * octet) * 2));
     for (int c = g * group_dim; c < (g + 1) * group_dim; c += 8) {
       typename S::I u[4];
       Unpack<S, F>::block(tables, value_pointers(side, head_dim, block, octet, c), u);
       const auto put = [&](int row, typename S::I level) {
         typename S::F x = S::sub(S::to_f(level), offset);
         if constexpr (kScaled) x = S::mul(x, S::setf(scale[row]));
+        if constexpr (kCentred) x = S::fma(S::loadf(centre->c + c), S::setf(centre->share[8 * octet + row]), x);
         S::storef(rows + row * stride + c, x);
       };
       for (int v = 0; v < 4; ++v) {
@@ -98,35 +107,47 @@ KVANT_INLINE void decode_value_octet(const codec::SideLayout& side, int head_dim
 }
 
 // Values of fp8: the four tokens of a quad.
-template <class S>
+template <class S, bool kCentred = false>
 KVANT_INLINE void decode_value_quad(const codec::SideLayout& side, int head_dim, const std::byte* block, int quad,
-                                    float* rows, int stride) {
+                                    float* rows, int stride, const LatentCentre* centre = nullptr) {
   using Row = FloatRow<S, Format::fp8>;
   const std::byte* codes = block + side.plane_offset[0];
   float scale[8];
-  S::storef(scale, S::load_f16(block + side.scale_offset + (4 * quad & ~7) * 2));
+  S::storef(scale, load_scales<S>(block + side.scale_offset + (4 * quad & ~7) * 2));
   for (int c = 0; c < head_dim; c += 8) {
-    float* out = rows + c;
-    const float* s = scale + (4 * quad & 7);
-    S::storef(out, S::mul(Row::template load_value<0>(codes, head_dim, quad, c), S::setf(s[0])));
-    S::storef(out + stride, S::mul(Row::template load_value<1>(codes, head_dim, quad, c), S::setf(s[1])));
-    S::storef(out + 2 * stride, S::mul(Row::template load_value<2>(codes, head_dim, quad, c), S::setf(s[2])));
-    S::storef(out + 3 * stride, S::mul(Row::template load_value<3>(codes, head_dim, quad, c), S::setf(s[3])));
+    const auto put = [&](int row, typename S::F x) {
+      x = S::mul(x, S::setf(scale[(4 * quad & 7) + row]));
+      if constexpr (kCentred) x = S::fma(S::loadf(centre->c + c), S::setf(centre->share[4 * quad + row]), x);
+      S::storef(rows + row * stride + c, x);
+    };
+    put(0, Row::template load_value<0>(codes, head_dim, quad, c));
+    put(1, Row::template load_value<1>(codes, head_dim, quad, c));
+    put(2, Row::template load_value<2>(codes, head_dim, quad, c));
+    put(3, Row::template load_value<3>(codes, head_dim, quad, c));
   }
 }
 
+// `centre` is added where it is not null.
 template <class S, Format F>
 void decode_values(const codec::SideLayout& side, int head_dim, const std::byte* block, int t_begin, int t_end,
-                   const float* levels, float* tile, int stride) {
+                   const float* levels, float* tile, int stride, const LatentCentre* centre = nullptr) {
   if constexpr (is_integer_format(F)) {
     const typename Unpack<S, F>::Tables tables = Unpack<S, F>::tables();
-    for (int o = t_begin / 8; o < (t_end + 7) / 8; ++o)
-      decode_value_octet<S, F>(side, head_dim, block, o, tables, tile + 8 * o * stride, stride);
+    const auto decode = [&]<bool kCentred>() {
+      for (int o = t_begin / 8; o < (t_end + 7) / 8; ++o) {
+        decode_value_octet<S, F, true, kCentred>(side, head_dim, block, o, tables, tile + 8 * o * stride, stride,
+                                                 centre);
+      }
+    };
+    centre != nullptr ? decode.template operator()<true>() : decode.template operator()<false>();
   } else if constexpr (codec::is_lut(F)) {
     for (int t = t_begin; t < t_end; ++t) codec::load_row_v(side, head_dim, block, t, levels, tile + t * stride);
   } else if constexpr (F == Format::fp8) {
-    for (int quad = t_begin / 4; quad < (t_end + 3) / 4; ++quad)
-      decode_value_quad<S>(side, head_dim, block, quad, tile + 4 * quad * stride, stride);
+    const auto decode = [&]<bool kCentred>() {
+      for (int quad = t_begin / 4; quad < (t_end + 3) / 4; ++quad)
+        decode_value_quad<S, kCentred>(side, head_dim, block, quad, tile + 4 * quad * stride, stride, centre);
+    };
+    centre != nullptr ? decode.template operator()<true>() : decode.template operator()<false>();
   } else {
     decode_keys<S, F>(side, head_dim, 0, block, t_begin, t_end, levels, tile, stride);
   }

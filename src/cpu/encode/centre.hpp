@@ -1,10 +1,11 @@
-// Centres of key pages: made from rows or from the page before, stored, and decoded. The bits are those of
-// codec/centre.hpp; an ISA without the verbs for encoding (Simd::kEncodes) uses that code itself.
+// Centres of pages of keys, and of latents: made from rows or from the page before, stored, and decoded. The bits
+// are those of codec/centre.hpp; an ISA without the verbs for encoding (Simd::kEncodes) uses that code itself.
 #pragma once
 
 #include "codec/centre.hpp"
 #include "core/backend.hpp"
 #include "cpu/attend/decode.hpp"
+#include "cpu/encode/page_centre.hpp"
 #include "cpu/encode/store.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
@@ -50,12 +51,6 @@ KVANT_INLINE void mean_of_rows(const core::StoreJob& rows, float* y) {
   for (int j = 0; j < rows.head_dim; j += 8) S::storef(y + j, S::mul(S::loadf(y + j), factor));
 }
 
-template <class S>
-KVANT_INLINE void load_centre(const codec::SideLayout& side, int head_dim, const std::byte* block, float* c) {
-  using U = Unpack<S, codec::kCentreFormat>;
-  decode_key_in_order<S, codec::kCentreFormat>(side, head_dim, block, 0, U::tables(), c);
-}
-
 // sum [depth]: decoded keys without the centre, added up in the order in which codes are unpacked, which costs no
 // transposition.
 template <class S, Format F>
@@ -93,20 +88,38 @@ KVANT_INLINE void sum_keys(const codec::PageLayout& page, int depth, const std::
   }
 }
 
+// sum [D]: the same of latents, in the order of channels.
+template <class S, Format F>
+KVANT_INLINE void sum_latents(const codec::PageLayout& page, const std::byte* block, float* sum) {
+  const int d = page.v.head_dim, stride = (d + 63) & ~63;
+  alignas(64) float rows[8 * codec::kMaxHeadDim];
+  for (int j = 0; j < d; j += 8) S::storef(sum + j, S::setf(0.0f));
+  for (int first = 0; first < kPageTokens; first += 8) {
+    unpack_octet<S, false, F>({.side = &page.v, .head_dim = d, .block = block, .basis = {}}, first, first + 8, rows,
+                              stride);
+    for (int j = 0; j < d; j += 8) {
+      typename S::F x = S::loadf(sum + j);
+      for (int t = 0; t < 8; ++t) x = S::add(x, S::loadf(rows + t * stride + j));
+      S::storef(sum + j, x);
+    }
+  }
+}
+
 // y [D]: codec::mean_of_page, but for clean_mean.
 template <class S, Format F>
 void mean_of_page(const core::CentreJob& job, float* y) {
   const codec::PageLayout& page = *job.layout;
-  const int d = page.head_dim, depth = tile_depth(F, d, (d + 63) & ~63);
+  const codec::SideLayout& side = codec::side_of(page, job.values);
+  const int d = side.head_dim, depth = job.values ? d : tile_depth(F, d, (d + 63) & ~63);
   float sum[codec::kMaxHeadDim], c[codec::kMaxHeadDim];
-  load_centre<S>(codec::centre_layout(page), d, job.from, c);
-  sum_keys<S, F>(page, depth, job.from, sum);
+  load_centre<S>(codec::centre_layout(page, job.values), d, job.from, c);
+  job.values ? sum_latents<S, F>(page, job.from, sum) : sum_keys<S, F>(page, depth, job.from, sum);
   int centred = 0;
-  for (int t = 0; t < kPageTokens; ++t) centred += codec::is_refused(page.k, job.from, t) ? 0 : 1;
+  for (int t = 0; t < kPageTokens; ++t) centred += codec::is_refused(side, job.from, t) ? 0 : 1;
   const float factor = codec::mean_factor(kPageTokens);
   const float share = base::mul_rn(static_cast<float>(centred), factor);
   for (int e = 0; e < depth; ++e) {
-    const int element = tile_key_element(F, e);
+    const int element = job.values ? e : tile_key_element(F, e);
     if (element < d) y[element] = base::mul_rn(c[element], share) + base::mul_rn(sum[e], factor);
   }
 }
@@ -114,9 +127,10 @@ void mean_of_page(const core::CentreJob& job, float* y) {
 // y [D] in the basis, clean, from what the job says.
 template <class S>
 KVANT_INLINE void make_mean(const core::CentreJob& job, float* y) {
-  const int d = job.layout->head_dim;
+  const codec::SideLayout& side = codec::side_of(*job.layout, job.values);
+  const int d = side.head_dim;
   if (job.of == core::CentreJob::Of::page) {
-    with_format(job.layout->k.format, [&]<Format F>() {
+    with_format(side.format, [&]<Format F>() {
       if constexpr (codec::takes_centre(F)) mean_of_page<S, F>(job, y);
     });
   } else {
@@ -129,8 +143,8 @@ KVANT_INLINE void make_mean(const core::CentreJob& job, float* y) {
 }
 
 inline void make_mean_plain(const core::CentreJob& job, float* y) {
-  const int d = job.layout->head_dim;
-  if (job.of == core::CentreJob::Of::page) return codec::mean_of_page(*job.layout, job.from, y);
+  const int d = codec::side_of(*job.layout, job.values).head_dim;
+  if (job.of == core::CentreJob::Of::page) return codec::mean_of_page(*job.layout, job.values, job.from, y);
   float row[codec::kMaxHeadDim];
   codec::MeanOfRows mean(d, y);
   for (int i = 0; i < job.rows.count; ++i) {
@@ -144,8 +158,8 @@ struct Simd;
 
 template <class S = Simd>
 void centre(const core::CentreJob& job) {
-  const codec::SideLayout side = codec::centre_layout(*job.layout);
-  const int d = job.layout->head_dim;
+  const codec::SideLayout side = codec::centre_layout(*job.layout, job.values);
+  const int d = side.head_dim;
   const std::byte* from = job.of == core::CentreJob::Of::stored ? job.from : job.block;
   float y[codec::kMaxHeadDim];
   if constexpr (Encodes<S>) {

@@ -1,12 +1,33 @@
+// Centres of pages as attention reads them.
+//
 // q . c of a key page's centre (codec/centre.hpp): decoded once for a page and an item, and multiplied with the queries
 // as floats, since a centre may be far longer than what is left of the keys. Queries come in the order in which a
 // format's codes are unpacked (tile_key_element), padded with zeros; there the centre needs no transposition.
 #pragma once
 
 #include "codec/centre.hpp"
+#include "cpu/attend/decode.hpp"
 #include "cpu/attend/tile.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
+
+// c [head_dim], in the order of channels; c has room for head_dim rounded up to 64.
+template <class S>
+KVANT_INLINE void load_centre(const codec::SideLayout& side, int head_dim, const std::byte* block, float* c) {
+  using U = Unpack<S, codec::kCentreFormat>;
+  decode_key_in_order<S, codec::kCentreFormat>(side, head_dim, block, 0, U::tables(), c);
+}
+
+// The centre of the page's latents, with zeros up to the next multiple of 32; null where they have none.
+template <class S>
+const LatentCentre* find_latent_centre(const codec::PageLayout& page, const std::byte* block, LatentCentre& room) {
+  if (!codec::has_latent_centre(page)) return nullptr;
+  const int d = page.v.head_dim;
+  load_centre<S>(codec::latent_centre_layout(page), d, block, room.c);
+  for (int i = d; i < ((d + 31) & ~31); ++i) room.c[i] = 0.0f;
+  for (int t = 0; t < kPageTokens; ++t) room.share[t] = codec::is_refused(page.v, block, t) ? 0.0f : 1.0f;
+  return &room;
+}
 
 // The order in which decode_centre unpacks.
 KVANT_INLINE int centre_element(int at) {

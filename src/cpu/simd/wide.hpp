@@ -25,9 +25,9 @@ struct MatrixOf {
 template <class S>
 using Matrix = typename MatrixOf<S>::type;
 
-// Scales of neighbouring keys as numbers: a sign bit says that a key has no centre (codec/centre.hpp).
+// Scales of neighbouring tokens as numbers: a sign bit says that a vector has no centre (codec/centre.hpp).
 template <class S>
-KVANT_INLINE typename S::F load_key_scales(const std::byte* at) {
+KVANT_INLINE typename S::F load_scales(const std::byte* at) {
   return S::as_f(S::and_(S::as_i(S::load_f16(at)), S::seti(0x7FFFFFFF)));
 }
 
@@ -36,7 +36,7 @@ KVANT_INLINE typename S::F load_key_scales(const std::byte* at) {
 template <class S>
 KVANT_INLINE typename S::F scaled_weights(typename S::F weights, const std::byte* scales) {
   const typename S::I seen = S::less(S::setf(0.0f), weights);
-  return S::as_f(S::and_(seen, S::as_i(S::mul(weights, S::load_f16(scales)))));
+  return S::as_f(S::and_(seen, S::as_i(S::mul(weights, load_scales<S>(scales)))));
 }
 
 // 16 x 16 words
