@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,10 +83,15 @@ def parse_latent(name: str | None, model_dtype: torch.dtype) -> Pair:
 
 
 @lru_cache(maxsize=None)
+def latent_geometry(latent: int, rope: int) -> dict[str, Any]:
+    """As kvant.Pages takes it. Latents are without centres, which kernels of devices do not read."""
+    return {"latent": latent, "rope": rope, "v_centre": "none"}
+
+
 def latent_token_bytes(pair: Pair, rope: int, k_centre: str, latent: int) -> int:
     """token_bytes of a latent and its rotary key."""
     centre = "none" if pair.is_exact() else k_centre
-    pages = kvant.Pages(latent=latent, rope=rope, k=pair.k, v=pair.v, device="cpu", k_centre=centre)
+    pages = kvant.Pages(**latent_geometry(latent, rope), k=pair.k, v=pair.v, device="cpu", k_centre=centre)
     return pages.block_bytes // pages.block_tokens
 
 

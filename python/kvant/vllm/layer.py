@@ -11,7 +11,7 @@ import torch
 import kvant
 
 from . import versions
-from .dtypes import NAMES, Pair, latent_token_bytes, token_bytes
+from .dtypes import NAMES, Pair, latent_geometry, latent_token_bytes, token_bytes
 
 BLOCK_TOKENS = 64  # of a kvant page
 LEAST_WINDOW_WITH_TAIL = 1024  # memory for tails is taken for all requests that a server may have
@@ -132,10 +132,10 @@ class Layer(NamedTuple):
         """Without a tail, for plans and for exact layers: writes of others need to know their tables (tail.py)."""
         return _pages(self.pair, device_name(device), self.k_centre, **self.geometry())
 
-    def geometry(self) -> dict[str, int]:
+    def geometry(self) -> dict[str, Any]:
         """As kvant.Pages takes it."""
         if self.is_latent:
-            return {"latent": self.v_head_dim, "rope": self.head_dim}
+            return latent_geometry(self.v_head_dim, self.head_dim)
         return {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "v_head_dim": self.v_head_dim}
 
     def tail(self, vllm_config) -> int:
@@ -252,7 +252,7 @@ def say_once(what: str) -> None:
 
 
 @lru_cache(maxsize=None)
-def _pages(pair: Pair, device: str, k_centre: str, **geometry: int):
+def _pages(pair: Pair, device: str, k_centre: str, **geometry: Any):
     return kvant.Pages(**geometry, k=pair.k, v=pair.v, device=device, k_centre=k_centre)
 
 
