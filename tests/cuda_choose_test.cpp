@@ -177,7 +177,7 @@ TEST(CudaChoose, SeveralQueries) {
   c.k = Format::tq8;  // not compiled
   EXPECT_EQ(kinds(c), "decode");
   EXPECT_TRUE(
-      has(choose_for(c).why, "decode_sm80 and decode_sm90 kernels are not compiled for tq8/tq4 at head_dim 128"))
+      has(choose_for(c).why, "decode_sm90 and decode_sm80 kernels are not compiled for tq8/tq4 at head_dim 128"))
       << choose_for(c).why;
   c.v = Format::tq8;
   EXPECT_EQ(kinds(c), "decode_sm80");
@@ -210,8 +210,8 @@ TEST(CudaChoose, ShortWorkTakesEightWarps) {
     const Offers offers = offers_of(work, device_of("9.0"));
     const Choice choice = choose(work, offers).value();
     const DecodeOffer& one = offers.decode[static_cast<std::size_t>(choice.decode)];
-    EXPECT_EQ(choice.least_exact_cost > 1, one.has_eight_warps);
-    return one.has_eight_warps ? 8 : 4;
+    EXPECT_EQ(choice.least_exact_cost > 1, one.has_eight_warps());
+    return one.has_eight_warps() ? 8 : 4;
   };
   Case c{.length = 2048};
   EXPECT_EQ(teams(c), 8);
@@ -363,7 +363,7 @@ TEST(CudaChoose, PlansFindWhatIsCompiled) {
       c.queries = 2048;
       const Asked asked(c);
       const Compiled found = compiled_for(asked.work(), device_of("9.0"));
-      EXPECT_FALSE(found.decode.empty()) << which;
+      EXPECT_FALSE(found.offers.decode.empty()) << which;
       ASSERT_EQ(found.dense.empty(), !has_unit(units::prefill_dense, width)) << which;
       ASSERT_EQ(found.offers.dense.has_value(), !found.dense.empty()) << which;
       if (found.dense.empty()) continue;
@@ -506,12 +506,16 @@ TEST(CudaChoose, Latents) {
     Offers offers{.instances = instances(), .limits = device_of(device).limits};
     offers.has_decode = true;
     if (compiled) {
-      offers.decode.push_back({.column_tiles = 16,
-                               .teams = 1,
-                               .shared_bytes = 232000,
-                               .by_group = true,
-                               .has_code = offers.limits.has_sm90(),
-                               .latent = true});
+      offers.decode.push_back({{.k = c.k,
+                                .v = c.v,
+                                .column_tiles = 16,
+                                .function = nullptr,
+                                .shared_bytes = {232000, 232000, 232000},
+                                .team = 16,
+                                .teams = 1,
+                                .kind = DecodeKind::decode_sm90,
+                                .latent = true},
+                               offers.limits.has_sm90()});
     }
     const Result<Choice> choice = choose(work, offers);
     if (!choice.ok()) return choice.status();
