@@ -128,9 +128,11 @@ struct DevicePlanConfig {
 
 // The names that AttentionOptions::kernel takes: kinds of attention kernels, of which src/cuda/instances.cmake lists
 // those for several queries and over pages, and kPrefillKernels, the first kind over pages that serves.
-inline constexpr const char *kDecodeKernels = "decode", *kDecodeSm90 = "decode_sm90", *kDecodeSm80 = "decode_sm80",
-                            *kPrefillKernels = "prefill", *kPrefillSm90 = "prefill_sm90",
-                            *kPrefillSm80 = "prefill_sm80";
+inline constexpr const char *kDecodeKernels = "decode", *kPrefillKernels = "prefill";
+inline constexpr const char* kDecodeSm90 = "decode_sm90";
+inline constexpr const char* kDecodeSm80 = "decode_sm80";
+inline constexpr const char* kPrefillSm90 = "prefill_sm90";
+inline constexpr const char* kPrefillSm80 = "prefill_sm80";
 // Each serves some sequences of a run, never a run alone.
 inline constexpr const char *kPrefillFresh = "prefill_fresh", *kPrefillUnpacked = "prefill_unpacked";
 // Any formats, in float32; f32 and imported formats have no other kernels.
