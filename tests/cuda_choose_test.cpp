@@ -9,7 +9,9 @@
 #include <fstream>
 #include <sstream>
 
+#include "cuda/plan/decode_kinds.hpp"
 #include "cuda/plan/kernels_of.hpp"
+#include "cuda/prefill/units.hpp"
 #include "support/cuda_record.hpp"
 #include "support/paths.hpp"
 
@@ -200,6 +202,44 @@ TEST(CudaChoose, SeveralQueries) {
   EXPECT_TRUE(has(refusal(c, "8.9"), "decode_sm90 kernels need compute capability 9.0 and machine code"));
   c.k = Format::tq8;
   EXPECT_TRUE(has(refusal(c), "decode_sm90 kernels are not compiled for tq8/tq4 at head_dim 128")) << refusal(c);
+}
+
+// Kernels for compute capability 9.0 alone need its code: a build without sm_90a has none.
+TEST(CudaChoose, KindsWithoutCodeForTheDevice) {
+  Case c{.k = Format::tq4, .v = Format::tq4, .queries = 16};
+  const auto choose_without = [&] {
+    const Asked asked(c);
+    const PlannedWork work = asked.work();
+    Offers offers = offers_of(work, device_of("9.0"));
+    for (DecodeOffer& one : offers.decode) one.has_code = !one.is_for_hopper();
+    for (TileOffers& one : offers.tiles) {
+      if (one.kernel) one.kernel->has_code = false;
+    }
+    const Result<Choice> choice = choose(work, offers);
+    return choice.ok() ? std::string(choice->kernel(offers)) : choice.message();
+  };
+  ASSERT_EQ(kinds(c), "decode_sm90");
+  EXPECT_NE(choose_without(), "decode_sm90");
+  c.kernel = "decode_sm80";
+  EXPECT_EQ(choose_without(), "decode_sm80");
+  c.kernel = "decode_sm90";
+  EXPECT_TRUE(has(choose_without(), "decode_sm90 kernels need compute capability 9.0 and machine code"));
+}
+
+// The list of instances gives each kind its place in all tables.
+TEST(CudaChoose, EachKindHasANameAndTimes) {
+  const auto is_known = [](const char* name, const auto& names) {
+    return std::count(std::begin(names), std::end(names), std::string_view(name)) == 1;
+  };
+  for (const DecodeKindEntry& one : kDecodeKinds)
+    EXPECT_TRUE(is_known(one.name, core::kKernelNames) && is_known(one.name, core::kTunedKinds)) << one.name;
+  for (const TileKind& one : kTileKinds)
+    EXPECT_TRUE(is_known(one.name, core::kKernelNames) && is_known(one.name, core::kTunedKinds)) << one.name;
+  // The option "prefill" takes the first tile kind that serves.
+  EXPECT_EQ(kTileKinds[0].name, std::string(core::kPrefillSm90));
+  for (const prefill::TileUnit& unit : prefill::kTileUnits) {
+    for (const prefill::Kernel& kernel : unit.kernels()) EXPECT_EQ(kernel.head_dim, unit.head_dim) << unit.kind;
+  }
 }
 
 // Kernels of eight warps: short work, and not with many exact pages.

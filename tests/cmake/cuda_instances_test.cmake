@@ -70,6 +70,8 @@ function(expect_line_refused line)
 endfunction()
 expect_line_refused("kvant_cuda_tile_kind(prefill_new hooper)" "kind prefill_new has \"hooper\": write any or hopper")
 expect_line_refused("kvant_cuda_decode_kind(decode_new 90 decode_new)" "kind decode_new has \"90\"")
+expect_line_refused("kvant_cuda_besides(eight_warps tq8/tq4 128 2)
+kvant_cuda_kernel_table(128 tq8/tq4 table)" "no kernel of four warps with 2 tiles")
 
 function(expect_text file)
   file(READ ${FOLDER}/${file} text)
