@@ -178,9 +178,7 @@ TEST(CudaChoose, SeveralQueries) {
   EXPECT_EQ(choose_for(c, "8.9").rows, 32);
   c.k = Format::tq8;  // not compiled
   EXPECT_EQ(kinds(c), "decode");
-  EXPECT_TRUE(
-      has(choose_for(c).why, "decode_sm90 and decode_sm80 kernels are not compiled for tq8/tq4 at head_dim 128"))
-      << choose_for(c).why;
+  EXPECT_EQ(choose_for(c).why, "decode_sm90 and decode_sm80 kernels are not compiled for tq8/tq4 at head_dim 128");
   c.v = Format::tq8;
   EXPECT_EQ(kinds(c), "decode_sm80");
   c = {.head_dim = 256, .q_heads = 16, .kv_heads = 2, .sequences = 16, .queries = 2};
@@ -224,6 +222,13 @@ TEST(CudaChoose, KindsWithoutCodeForTheDevice) {
   EXPECT_EQ(choose_without(), "decode_sm80");
   c.kernel = "decode_sm90";
   EXPECT_TRUE(has(choose_without(), "decode_sm90 kernels need compute capability 9.0 and machine code"));
+}
+
+// A kind may have units without a kernel: those are not among the head_dims that a refusal names.
+TEST(CudaChoose, RefusalsNameTheHeadDimsThatAKindHas) {
+  const Case c{.head_dim = 512, .k = Format::tq4, .v = Format::tq4, .queries = 512, .kernel = "prefill_sm90"};
+  const std::string refused = refusal(c);
+  EXPECT_TRUE(has(refused, "prefill_sm90 kernels are compiled for head_dim 64, 96, 128, 192, 256;")) << refused;
 }
 
 // The list of instances gives each kind its place in all tables.
