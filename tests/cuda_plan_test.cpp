@@ -285,7 +285,7 @@ TEST(CudaPlan, PromptsOfOneWidth) {
   EXPECT_EQ(seen.left, nullptr);
 }
 
-// Blocks of a warpgroup need all of a multiprocessor, and wait for the launch before (kGroupBlocks).
+// Blocks of a warpgroup need all of a multiprocessor, and wait for the previous launch (kGroupBlocks).
 TEST(CudaPlan, LaunchesOfWarpgroupsDoNotOverlap) {
   Case c = prompt(128, Format::tq4, Format::tq4);
   c.queries = 16;

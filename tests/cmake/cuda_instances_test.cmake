@@ -91,12 +91,12 @@ function(expect_new_kinds)
   kvant_cuda_write_kinds(${root}/src/core ${FOLDER})
   kvant_cuda_write_instances(${root}/src/cuda ${FOLDER} "tq6/tq4" units hopper_units)
   expect_text(kinds.hpp
-    "EACH_DECODE_KIND(X) X(decode_sm90, true) X(decode_sm80, false) X(decode_new, true)\n"
-    "EACH_TILE_KIND(X) X(prefill_sm90, true) X(prefill_sm80, false) X(prefill_new, false)\n")
+    "EACH_DECODE_KIND(X) X(decode_sm90, true) X(decode_sm80, false)" " X(decode_new, true)\n"
+    "EACH_TILE_KIND(X) X(prefill_sm90, true) X(prefill_sm80, false)" " X(prefill_new, false)\n")
   expect_text(instances.hpp "X(prefill_new, 64)" "X(prefill_new, 512)" "X(prefill_sm90, 128)")
   expect_text(prefill_new_d128.cu "#include \"cuda/prefill_new/unit.cuh\"" "prefill_new_d128()"
     "prefill_new::add<Format::k, Format::v, 128>")
-  expect_text(attend_d128.cu "#include \"cuda/decode/unit.cuh\"\n#include \"cuda/decode_new/unit.cuh\"\n"
+  expect_text(attend_d128.cu "#include \"cuda/decode/unit.cuh\"\n" "#include \"cuda/decode_new/unit.cuh\"\n"
     "new_entry<Format::tq6, Format::tq4, 128, 1>()" "new_entry<Format::tq6, Format::tq4, 128, 4>()")
   list(FILTER units INCLUDE REGEX "/prefill_new_d")
   list(LENGTH units count)
@@ -152,8 +152,12 @@ list(LENGTH hopper_units hopper_count)
 list(LENGTH kvant_cuda_head_dims head_dims)
 list(LENGTH kvant_cuda_widths widths)  # units of attention
 list(LENGTH kvant_cuda_latents latents)
-math(EXPR expected "4 * ${head_dims} + ${widths} + ${latents}")
-math(EXPR hopper_expected "2 * ${head_dims} + ${widths}")
+string(REGEX MATCHALL ", false" tile_kinds "${kvant_cuda_tile_kinds}")
+string(REGEX MATCHALL ", true" hopper_tile_kinds "${kvant_cuda_tile_kinds}")
+list(LENGTH tile_kinds tile_kinds)
+list(LENGTH hopper_tile_kinds hopper_tile_kinds)
+math(EXPR expected "(3 + ${tile_kinds}) * ${head_dims} + ${widths} + ${latents}")
+math(EXPR hopper_expected "(1 + ${hopper_tile_kinds}) * ${head_dims} + ${widths}")
 if(NOT count EQUAL expected OR NOT hopper_count EQUAL hopper_expected)
   message(SEND_ERROR "${count} and ${hopper_count} units for ${head_dims} head_dims")
 endif()
