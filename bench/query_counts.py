@@ -23,7 +23,6 @@ from dataclasses import replace
 
 import contestants as ct
 
-KINDS = ("decode", "decode_sm90", "decode_sm80", "prefill_sm90", "prefill_sm80", "prefill_unpacked")
 HEADS = {64: (32, 8), 96: (32, 8), 128: (32, 8), 192: (16, 4), 256: (16, 2), 512: (8, 1)}
 COUNTS = [1 << i for i in range(13)]
 LIMIT = 1.10
@@ -84,9 +83,16 @@ def combination(torch, kvant, shape, formats, counts, args, left):
     return rows
 
 
-def show(name, rows):
+def kinds_of(kvant):
+    """The kinds of which each serves runs alone, and prefill_unpacked."""
+    classes = [c for backend in kvant.info()["backends"] for c in backend.get("classes", ())]
+    kinds = dict.fromkeys(k for c in sorted(classes, key=lambda c: -len(c["kernels"])) for k in c["kernels"])
+    return [k for k in kinds if k not in ("prefill_fresh", "generic")]
+
+
+def show(name, rows, kinds):
     print(f"== {name}")
-    columns = [k for k in KINDS if any(k in r["us"] for r in rows)]
+    columns = [k for k in kinds if any(k in r["us"] for r in rows)]
     lines = [["queries", *columns, "loss", "cliff", "error"]]
     for i, r in enumerate(rows):
         plan, us = r["plan"], r["us"]
@@ -113,7 +119,7 @@ def main():
     parser.add_argument("--keys", type=int, default=32768, help="of each sequence (default: %(default)s)")
     parser.add_argument("--counts", type=numbers, default=COUNTS, help="of queries (default: 1,2,4 .. 4096)")
     parser.add_argument("--most", type=int, default=65536, help="sequences x queries (default: %(default)s)")
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=KINDS, help="(default: all)")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), help="(default: all)")
     parser.add_argument("--plan", action="store_true", help="only what the plan takes")
     parser.add_argument("--rounds", type=int, default=5, help="samples (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=300, help="seconds; what does not fit is left out")
@@ -121,6 +127,7 @@ def main():
     args = parser.parse_args()
 
     torch, kvant = ct.open_kvant("query_counts.py", args.library)
+    args.kinds = args.kinds or kinds_of(kvant)
     start = time.monotonic()
     results = []
 
@@ -139,7 +146,7 @@ def main():
                 rows = combination(torch, kvant, shape, formats, counts, args, left)
                 torch.cuda.empty_cache()
                 results.append({"formats": formats, "shape": str(shape), "rows": rows})
-                show(name, rows)
+                show(name, rows, args.kinds)
                 print(f"  {name}: done after {time.monotonic() - start:.0f} s", file=sys.stderr)
                 if args.json:
                     facts = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__}

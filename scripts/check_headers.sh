@@ -5,6 +5,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 jobs=${KVANT_JOBS:-$(nproc)}
 export cxx=${CXX:-g++}
+made=$(mktemp -d)  # core/kinds.hpp, which a build makes
+export made
+trap 'rm -rf "$made"' EXIT
+cmake -DTARGET="$made/core" -P cmake/write_kinds.cmake
 cc=${CC:-gcc}
 
 alone() {  # alone COMPILER LANGUAGE STANDARD HEADER [FLAGS..]
@@ -12,7 +16,8 @@ alone() {  # alone COMPILER LANGUAGE STANDARD HEADER [FLAGS..]
   shift 4
   # A header as the main file would warn about #pragma once: include it instead, and twice, to see that it is guarded.
   printf '#include "%s"\n#include "%s"\n' "$header" "$header" |
-    "$compiler" -x "$language" "-std=$standard" -fsyntax-only -Wall -Wextra -Wshadow -Werror -Iinclude -Isrc "$@" - ||
+    "$compiler" -x "$language" "-std=$standard" -fsyntax-only -Wall -Wextra -Wshadow -Werror \
+      -Iinclude -Isrc -I"$made" "$@" - ||
     { printf '%s does not compile alone as %s\n' "$header" "$standard"; return 1; }
 }
 export -f alone

@@ -8,6 +8,7 @@ with the ISA units, so they may include nothing that brings in foreign inline co
 import pathlib
 import re
 import sys
+from fnmatch import fnmatch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ORDER = ["kvant", "base", "codec", "core", "cpu", "cuda", "bench", ("capi", "io", "snapshot", "cli")]
@@ -24,15 +25,12 @@ CUDA_ORDER = [
     "tile",
     "schedule",
     ("append", "mask", "merge", "prefill", "read_back"),
-    ("decode", "prefill_dense", "prefill_sm80", "prefill_sm90", "prefill_unpacked"),
+    ("decode", "prefill_*"),
+    "decode_*",
     "store",
     "plan",
     "blocks",
 ]
-CUDA_RANK = {}
-for rank, names in enumerate(CUDA_ORDER):
-    for name in (names,) if isinstance(names, str) else names:
-        CUDA_RANK[name] = rank
 
 # What a layer may take from outside: None means anything.
 C_HEADERS = {"cstddef", "cstdint", "cstring", "bit", "concepts", "limits", "type_traits"}
@@ -44,7 +42,9 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 
 def cuda_rank(parts):
     """The rank of a file or an include, from its parts below src/."""
-    return CUDA_RANK.get(parts[1], len(CUDA_ORDER))
+    return next((rank for rank, patterns in enumerate(CUDA_ORDER)
+                 if any(fnmatch(parts[1], one) for one in ((patterns,) if isinstance(patterns, str) else patterns))),
+                len(CUDA_ORDER))
 
 
 def layer_of(path):
@@ -75,7 +75,7 @@ def check(path):
                         f"{where}: src/cuda/{mine[1]} is below src/cuda/{theirs[1]}, "
                         "and a folder includes only lower ones"
                     )
-                elif cuda_rank(theirs) == cuda_rank(mine) and theirs[1] in CUDA_RANK and theirs[1] != mine[1]:
+                elif cuda_rank(theirs) == cuda_rank(mine) < len(CUDA_ORDER) and theirs[1] != mine[1]:
                     yield f"{where}: src/cuda/{mine[1]} and src/cuda/{theirs[1]} stand side by side"
         elif layer == "kvant" and not PUBLIC_FOREIGN.match(name):
             yield f"{where}: public headers include the standard library only"

@@ -21,6 +21,7 @@ MAXIMA = {
     "files to edit for a CUDA head_dim": 1,
     "files to edit for a CUDA width": 1,  # keys and values of two head_dims
     "files to edit for a CUDA pair": 1,
+    "files that list kinds of CUDA kernels": 1,  # words for users apart
     "device branches in src/core": 0,  # outside the stores
     "void* callbacks from kernels": 0,
     "rings of stages in shared memory": 1,
@@ -70,6 +71,11 @@ def files_with(files, pattern, change=lambda text: text):
 def lines_with(files, pattern):
     return [f"{name}:{i}: {line.strip()}" for name, text in files.items() for i, line in enumerate(text.splitlines(), 1)
             if re.search(pattern, line)]
+
+
+def names_two_kinds(line):
+    code = re.sub(r"(^|\s)(//|#) .*", "", line)
+    return len({"".join(found).lower() for found in re.findall(r"(decode|prefill)_?sm(80|90)", code, re.I)}) > 1
 
 
 def long_lines(name, text):
@@ -130,6 +136,9 @@ def places(files):
         "files to edit for a CUDA head_dim": files_with(cuda, size),
         "files to edit for a CUDA width": files_with(cuda, width),
         "files to edit for a CUDA pair": files_with(cuda, pair),
+        "files that list kinds of CUDA kernels": [
+            n for n, t in under("src/", "cmake/", "scripts/", "bench/").items()
+            if re.search(r"^kvant_cuda_(decode|tile)_kind\(", t, re.M) or any(map(names_two_kinds, t.splitlines()))],
         "device branches in src/core": lines_with(core, device),
         # The pointer to a function is a callback if its first argument is what it is called for.
         "void* callbacks from kernels": lines_with(under("src/core/plan/attend.hpp", "src/core/backend.hpp"),

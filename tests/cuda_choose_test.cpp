@@ -9,7 +9,9 @@
 #include <fstream>
 #include <sstream>
 
+#include "cuda/plan/decode_kinds.hpp"
 #include "cuda/plan/kernels_of.hpp"
+#include "cuda/prefill/units.hpp"
 #include "support/cuda_record.hpp"
 #include "support/paths.hpp"
 
@@ -176,9 +178,7 @@ TEST(CudaChoose, SeveralQueries) {
   EXPECT_EQ(choose_for(c, "8.9").rows, 32);
   c.k = Format::tq8;  // not compiled
   EXPECT_EQ(kinds(c), "decode");
-  EXPECT_TRUE(
-      has(choose_for(c).why, "decode_sm80 and decode_sm90 kernels are not compiled for tq8/tq4 at head_dim 128"))
-      << choose_for(c).why;
+  EXPECT_EQ(choose_for(c).why, "decode_sm90 and decode_sm80 kernels are not compiled for tq8/tq4 at head_dim 128");
   c.v = Format::tq8;
   EXPECT_EQ(kinds(c), "decode_sm80");
   c = {.head_dim = 256, .q_heads = 16, .kv_heads = 2, .sequences = 16, .queries = 2};
@@ -202,6 +202,51 @@ TEST(CudaChoose, SeveralQueries) {
   EXPECT_TRUE(has(refusal(c), "decode_sm90 kernels are not compiled for tq8/tq4 at head_dim 128")) << refusal(c);
 }
 
+// Kernels for compute capability 9.0 alone need its code: a build without sm_90a has none.
+TEST(CudaChoose, KindsWithoutCodeForTheDevice) {
+  Case c{.k = Format::tq4, .v = Format::tq4, .queries = 16};
+  const auto choose_without = [&] {
+    const Asked asked(c);
+    const PlannedWork work = asked.work();
+    Offers offers = offers_of(work, device_of("9.0"));
+    for (DecodeOffer& one : offers.decode) one.has_code = !one.is_for_hopper();
+    for (TileOffers& one : offers.tiles) {
+      if (one.kernel) one.kernel->has_code = false;
+    }
+    const Result<Choice> choice = choose(work, offers);
+    return choice.ok() ? std::string(choice->kernel(offers)) : choice.message();
+  };
+  ASSERT_EQ(kinds(c), "decode_sm90");
+  EXPECT_NE(choose_without(), "decode_sm90");
+  c.kernel = "decode_sm80";
+  EXPECT_EQ(choose_without(), "decode_sm80");
+  c.kernel = "decode_sm90";
+  EXPECT_TRUE(has(choose_without(), "decode_sm90 kernels need compute capability 9.0 and machine code"));
+}
+
+// A kind may have units without a kernel: those are not among the head_dims that a refusal names.
+TEST(CudaChoose, RefusalsNameTheHeadDimsThatAKindHas) {
+  const Case c{.head_dim = 512, .k = Format::tq4, .v = Format::tq4, .queries = 512, .kernel = "prefill_sm90"};
+  const std::string refused = refusal(c);
+  EXPECT_TRUE(has(refused, "prefill_sm90 kernels are compiled for head_dim 64, 96, 128, 192, 256;")) << refused;
+}
+
+// The list of instances gives each kind its place in all tables.
+TEST(CudaChoose, EachKindHasANameAndTimes) {
+  const auto is_known = [](const char* name, const auto& names) {
+    return std::count(std::begin(names), std::end(names), std::string_view(name)) == 1;
+  };
+  for (const DecodeKindEntry& one : kDecodeKinds)
+    EXPECT_TRUE(is_known(one.name, core::kKernelNames) && is_known(one.name, core::kTunedKinds)) << one.name;
+  for (const TileKind& one : kTileKinds)
+    EXPECT_TRUE(is_known(one.name, core::kKernelNames) && is_known(one.name, core::kTunedKinds)) << one.name;
+  // The option "prefill" takes the first tile kind that serves.
+  EXPECT_EQ(kTileKinds[0].name, std::string(core::kPrefillSm90));
+  for (const prefill::TileUnit& unit : prefill::kTileUnits) {
+    for (const prefill::Kernel& kernel : unit.kernels()) EXPECT_EQ(kernel.head_dim, unit.head_dim) << unit.kind;
+  }
+}
+
 // Kernels of eight warps: short work, and not with many exact pages.
 TEST(CudaChoose, ShortWorkTakesEightWarps) {
   const auto teams = [](const Case& c) {
@@ -210,8 +255,8 @@ TEST(CudaChoose, ShortWorkTakesEightWarps) {
     const Offers offers = offers_of(work, device_of("9.0"));
     const Choice choice = choose(work, offers).value();
     const DecodeOffer& one = offers.decode[static_cast<std::size_t>(choice.decode)];
-    EXPECT_EQ(choice.least_exact_cost > 1, one.has_eight_warps);
-    return one.has_eight_warps ? 8 : 4;
+    EXPECT_EQ(choice.least_exact_cost > 1, one.has_eight_warps());
+    return one.has_eight_warps() ? 8 : 4;
   };
   Case c{.length = 2048};
   EXPECT_EQ(teams(c), 8);
@@ -363,7 +408,7 @@ TEST(CudaChoose, PlansFindWhatIsCompiled) {
       c.queries = 2048;
       const Asked asked(c);
       const Compiled found = compiled_for(asked.work(), device_of("9.0"));
-      EXPECT_FALSE(found.decode.empty()) << which;
+      EXPECT_FALSE(found.offers.decode.empty()) << which;
       ASSERT_EQ(found.dense.empty(), !has_unit(units::prefill_dense, width)) << which;
       ASSERT_EQ(found.offers.dense.has_value(), !found.dense.empty()) << which;
       if (found.dense.empty()) continue;
@@ -506,12 +551,16 @@ TEST(CudaChoose, Latents) {
     Offers offers{.instances = instances(), .limits = device_of(device).limits};
     offers.has_decode = true;
     if (compiled) {
-      offers.decode.push_back({.column_tiles = 16,
-                               .teams = 1,
-                               .shared_bytes = 232000,
-                               .by_group = true,
-                               .has_code = offers.limits.has_sm90(),
-                               .latent = true});
+      offers.decode.push_back({{.k = c.k,
+                                .v = c.v,
+                                .column_tiles = 16,
+                                .function = nullptr,
+                                .shared_bytes = {232000, 232000, 232000},
+                                .team = 16,
+                                .teams = 1,
+                                .kind = DecodeKind::decode_sm90,
+                                .latent = true},
+                               offers.limits.has_sm90()});
     }
     const Result<Choice> choice = choose(work, offers);
     if (!choice.ok()) return choice.status();

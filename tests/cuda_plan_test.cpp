@@ -285,5 +285,18 @@ TEST(CudaPlan, PromptsOfOneWidth) {
   EXPECT_EQ(seen.left, nullptr);
 }
 
+// Blocks of a warpgroup need all of a multiprocessor, and wait for the previous launch (kGroupBlocks).
+TEST(CudaPlan, LaunchesOfWarpgroupsDoNotOverlap) {
+  Case c = prompt(128, Format::tq4, Format::tq4);
+  c.queries = 16;
+  for (const auto& [kernel, overlaps] : {std::pair("decode", true), {"decode_sm80", true}, {"decode_sm90", false}}) {
+    c.kernel = kernel;
+    PlanOfCase planned(c);
+    const Recorded seen = planned.run(Dtype::bf16);
+    EXPECT_EQ(seen.find(fmt::format("{} 128", kernel)).overlaps, overlaps) << kernel;
+    EXPECT_EQ(has(planned.plan().explain(), "weights rounded to f16"), kernel != std::string("decode")) << kernel;
+  }
+}
+
 }  // namespace
 }  // namespace kvant::cuda

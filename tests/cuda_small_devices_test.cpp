@@ -15,11 +15,10 @@ constexpr int kSmallBytes = 101376;
 
 std::string name_of(const AttendKernel& one, int width) {
   return fmt::format("{} D{} {}{}", pair_name({one.k, one.v}), width_name(width), 4 * one.column_tiles,
-                     one.has_eight_warps() ? " eight warps"
-                     : one.by_group        ? " group"
-                     : one.half_weights    ? " half weights"
-                     : one.one_stage       ? " one stage"
-                                           : "");
+                     one.has_eight_warps()  ? " eight warps"
+                     : one.rounds_weights() ? fmt::format(" {}", one.name())
+                     : one.one_stage        ? " one stage"
+                                            : "");
 }
 
 // Kernels that need more, by their formats, head_dim and rows. For each of them another kernel serves.
@@ -31,7 +30,7 @@ TEST(CudaSmallDevices, DecodeKernelsThatDoNotFit) {
       // 8 rows at once fit.
       "tq6/tq6 D512 16", "tq8/tq8 D512 16", "fp8/fp8 D512 16",
       // These are for compute capability 9.0.
-      "tq6/tq4 D128 64 group", "tq4/tq4 D128 64 group",
+      "tq6/tq4 D128 64 decode_sm90", "tq4/tq4 D128 64 decode_sm90",
       // These are for short work, and kernels of four warps serve in their place.
       "tq6/tq4 D128 4 eight warps", "tq6/tq4 D256 8 eight warps", "tq6/tq4 D512 4 eight warps",
       "tq6/tq4 D512 8 eight warps", "tq6/tq4 D512 16 eight warps", "tq4/tq4 D512 4 eight warps",
@@ -114,7 +113,7 @@ TEST(CudaSmallDevices, DecodeKernelsTakeWhatFits) {
     }
     EXPECT_FALSE(taken({.k = Format::bf16, .v = Format::bf16}, device).one_stage) << device;
     EXPECT_EQ(taken({.head_dim = 512, .k = Format::tq8, .v = Format::tq8, .queries = 4}, device).rows(), 8);
-    EXPECT_FALSE(taken({.length = 2048}, device).has_eight_warps) << device;
+    EXPECT_FALSE(taken({.length = 2048}, device).has_eight_warps()) << device;
   }
 }
 

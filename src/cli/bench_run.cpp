@@ -281,8 +281,8 @@ std::vector<std::string> op_names() {
 void judge(BenchRow& row, double rel_l2) {
   const bool is_append = row.bench_case.op == BenchOp::append;
   const FormatPair& formats = row.bench_case.formats;
-  const bool rounds_weights = row.kernel.starts_with(core::kPrefillKernels) || row.kernel == core::kDecodeSm90 ||
-                              row.kernel == core::kDecodeSm80;
+  const bool rounds_weights = row.kernel.starts_with(core::kPrefillKernels) ||
+                              (row.kernel.starts_with(core::kDecodeKernels) && row.kernel != core::kDecodeKernels);
   const double allowed = is_append           ? append_tolerance(formats)
                          : row.products == 8 ? kByteTolerance
                          : rounds_weights    ? kPrefillTolerance

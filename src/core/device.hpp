@@ -21,6 +21,7 @@
 
 #include "codec/layout.hpp"
 #include "core/cache/table.hpp"
+#include "core/kinds.hpp"
 #include "core/pages/device_pages.hpp"
 #include "core/plan/planned.hpp"
 #include "core/store/memory_pins.hpp"
@@ -125,13 +126,22 @@ struct DevicePlanConfig {
   bool latent = false;        // values are latents, which are a part of the keys
 };
 
-// The names that AttentionOptions::kernel takes (core/kernels.def says what they name).
-#define KVANT_KERNEL(constant, name) inline constexpr const char* constant = #name;
-#include "core/kernels.def"
-#define KVANT_KERNEL(constant, name) constant,
-inline constexpr const char* kKernelNames[] = {
-#include "core/kernels.def"
-};
+// The names that AttentionOptions::kernel takes: kinds of attention kernels, of which src/cuda/instances.cmake lists
+// those for several queries and over pages, and kPrefillKernels, the first kind over pages that serves.
+inline constexpr const char *kDecodeKernels = "decode", *kPrefillKernels = "prefill";
+inline constexpr const char* kDecodeSm90 = "decode_sm90";
+inline constexpr const char* kDecodeSm80 = "decode_sm80";
+inline constexpr const char* kPrefillSm90 = "prefill_sm90";
+inline constexpr const char* kPrefillSm80 = "prefill_sm80";
+// Each serves some sequences of a run, never a run alone.
+inline constexpr const char *kPrefillFresh = "prefill_fresh", *kPrefillUnpacked = "prefill_unpacked";
+// Any formats, in float32; f32 and imported formats have no other kernels.
+inline constexpr const char* kGenericKernels = "generic";
+#define KVANT_NAME(name, is_for_hopper) #name,
+inline constexpr const char* kKernelNames[] = {kDecodeKernels, KVANT_EACH_DECODE_KIND(KVANT_NAME) kPrefillKernels,
+                                               KVANT_EACH_TILE_KIND(KVANT_NAME) kPrefillFresh, kPrefillUnpacked,
+                                               kGenericKernels};
+#undef KVANT_NAME
 
 class DevicePlan {
  public:

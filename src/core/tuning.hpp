@@ -38,10 +38,11 @@ constexpr Stored stored(Format k) {
 
 // Kinds of kernels among which plans choose by estimates. Those with byte keys are the option `products` = 8.
 inline constexpr const char* kUnpackedBytes = "prefill_unpacked_bytes";
-#define KVANT_TILE_KERNEL(constant, name) constant,
-inline constexpr const char* kTunedKinds[] = {kDecodeKernels, kDecodeSm90, kDecodeSm80,
-#include "core/kernels.def"
-                                              kPrefillUnpacked, kUnpackedBytes};
+#define KVANT_NAME(name, is_for_hopper) #name,
+inline constexpr const char* kTunedKinds[] = {
+    kDecodeKernels, KVANT_EACH_DECODE_KIND(KVANT_NAME) KVANT_EACH_TILE_KIND(KVANT_NAME) kPrefillUnpacked,
+    kUnpackedBytes};
+#undef KVANT_NAME
 
 struct TunedCard {
   std::string name;  // as the driver has it

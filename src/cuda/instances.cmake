@@ -43,40 +43,45 @@ kvant_cuda_pair(bf16/tq4 named 1,4 4)
 
 # Below, HEAD_DIM may be that of keys and values, as in 192/128.
 
-# kvant_cuda_eight_warps(KEYS/VALUES HEAD_DIM TILES): besides, kernels of eight warps for short work
-# (decode/eight_warps.cuh), where they were seen to pay.
-kvant_cuda_eight_warps(tq6/tq4 128 1)
-kvant_cuda_eight_warps(tq4/tq4 128 1)
-kvant_cuda_eight_warps(tq6/tq4 256 2,4)
-kvant_cuda_eight_warps(tq4/tq4 256 2,4)
-kvant_cuda_eight_warps(tq6/tq4 512 1,2,4)
-kvant_cuda_eight_warps(tq4/tq4 512 1,2,4)
-kvant_cuda_eight_warps(tq8/tq8 512 2)
+# kvant_cuda_decode_kind(NAME WHERE FOLDER): a kind of decode kernels for several queries, which round weights: faster
+# and less exact. WHERE: `hopper` has code for 9.0a alone. FOLDER/unit.cuh has the entries of the kernels, whose shapes
+# have kKind = DecodeKind::NAME, and plan/kinds/NAME.cpp their times (plan/decode_kinds.hpp).
+kvant_cuda_decode_kind(decode_sm90 hopper decode)
+kvant_cuda_decode_kind(decode_sm80 any decode)
 
-# kvant_cuda_one_stage(KEYS/VALUES HEAD_DIM TILES): besides, kernels in which keys and values of a page take turns in
-# one stage of shared memory. They are for pairs of which no kernel with a stage for each side fits the 99 KiB that a
-# block gets on compute capability 8.6, 8.9 and 12.x.
+# kvant_cuda_besides(WAY KEYS/VALUES HEAD_DIM TILES): kernels besides, where they were seen to pay. WAY_entry() of
+# a unit.cuh makes their entries in a table.
+
+# Kernels of eight warps for short work (decode/eight_warps.cuh).
+kvant_cuda_besides(eight_warps tq6/tq4 128 1)
+kvant_cuda_besides(eight_warps tq4/tq4 128 1)
+kvant_cuda_besides(eight_warps tq6/tq4 256 2,4)
+kvant_cuda_besides(eight_warps tq4/tq4 256 2,4)
+kvant_cuda_besides(eight_warps tq6/tq4 512 1,2,4)
+kvant_cuda_besides(eight_warps tq4/tq4 512 1,2,4)
+kvant_cuda_besides(eight_warps tq8/tq8 512 2)
+
+# Kernels in which keys and values of a page take turns in one stage of shared memory. They are for pairs of which no
+# kernel with a stage for each side fits the 99 KiB that a block gets on compute capability 8.6, 8.9 and 12.x.
 foreach(pair f16/f16 bf16/bf16)
-  kvant_cuda_one_stage(${pair} 96 1,4)
-  kvant_cuda_one_stage(${pair} 192 1,4)
-  kvant_cuda_one_stage(${pair} 512 1,2)
+  kvant_cuda_besides(one_stage ${pair} 96 1,4)
+  kvant_cuda_besides(one_stage ${pair} 192 1,4)
+  kvant_cuda_besides(one_stage ${pair} 512 1,2)
 endforeach()
 
-# kvant_cuda_half_weights(KEYS/VALUES HEAD_DIM TILES): besides, kernels whose weights are halves, for several queries a
-# sequence (Way::half_weights in decode/shape.hpp), where they were seen to pay: 4 and 8 tiles are 16 and 32 rows.
+# decode_sm80: weights are halves (Way::half_weights in decode/shape.hpp). 4 and 8 tiles are 16 and 32 rows.
 # (Of tq6's 192 channels no four warps can share a page.)
-kvant_cuda_half_weights(tq4/tq4 192/128 8)
-kvant_cuda_half_weights(tq8/tq8 192/128 8)
+kvant_cuda_besides(half_weights tq4/tq4 192/128 8)
+kvant_cuda_besides(half_weights tq8/tq8 192/128 8)
 foreach(pair tq6/tq4 tq4/tq4 tq8/tq8)
-  kvant_cuda_half_weights(${pair} 128 8)
-  kvant_cuda_half_weights(${pair} 256 4,8)
+  kvant_cuda_besides(half_weights ${pair} 128 8)
+  kvant_cuda_besides(half_weights ${pair} 256 4,8)
 endforeach()
 
-# kvant_cuda_group(KEYS/VALUES HEAD_DIM TILES): besides, kernels whose blocks are warpgroups, for several queries a
-# sequence on compute capability 9.0: 4 and 8 tiles, which are 16 and 32 rows (decode/group.cuh), and 16
+# decode_sm90: kernels whose blocks are warpgroups: 4 and 8 tiles, which are 16 and 32 rows (decode/group.cuh), and 16
 # (decode/tile_block.cuh).
-kvant_cuda_group(tq6/tq4 128 4,8,16)
-kvant_cuda_group(tq4/tq4 128 4,8,16)
+kvant_cuda_besides(group tq6/tq4 128 4,8,16)
+kvant_cuda_besides(group tq4/tq4 128 4,8,16)
 
 # kvant_cuda_unit(TEMPLATE NAME WHERE EACH): units NAME_dN.cu made from TEMPLATE, one for each head_dim and, where EACH
 # is `widths`, for each of kvant_cuda_width; where EACH is `latents`, for each of kvant_cuda_latent alone. `hopper`:
@@ -84,7 +89,10 @@ kvant_cuda_group(tq4/tq4 128 4,8,16)
 kvant_cuda_unit(decode/attend attend any widths)
 kvant_cuda_unit(decode_latent/latent latent any latents)
 kvant_cuda_unit(append/append append any head_dims)
-kvant_cuda_unit(prefill_sm80/prefill prefill_sm80 any head_dims)
+# kvant_cuda_tile_kind(NAME WHERE): a kind of prefill kernels that read pages, with a unit for each head_dim
+# (prefill/tiles.cu.in). NAME/unit.cuh has its kernels, and plan/kinds/NAME.cpp its limits and times
+# (plan/tile_kinds.hpp). The option "prefill" takes the first kind that serves.
+kvant_cuda_tile_kind(prefill_sm90 hopper)
+kvant_cuda_tile_kind(prefill_sm80 any)
 kvant_cuda_unit(prefill_unpacked/unpack unpack any head_dims)
-kvant_cuda_unit(prefill_sm90/prefill prefill hopper head_dims)
 kvant_cuda_unit(prefill_dense/dense prefill_dense hopper widths)

@@ -3,6 +3,13 @@
 cmake_minimum_required(VERSION 3.22)
 set(root ${CMAKE_CURRENT_LIST_DIR}/../..)
 
+# Of a child of this script: a line of the list that is wrong.
+if(DEFINED LINE)
+  include(${root}/cmake/cuda_instances.cmake)
+  cmake_language(EVAL CODE "${LINE}")
+  return()
+endif()
+
 # Of a child of this script: reads the option and says what it selects.
 if(DEFINED PAIRS)
   include(${root}/cmake/cuda_instances.cmake)
@@ -52,6 +59,54 @@ expect_refused("" "KVANT_CUDA_PAIRS is empty")
 expect_refused("tq4" "\"tq4\"" "default, all" "tq4/tq4")
 expect_refused("tq2/tq6" "\"tq2/tq6\"" "src/cuda/instances.cmake")
 
+# Kinds: their names, units and tables are made from one line each.
+function(expect_line_refused line)
+  execute_process(COMMAND ${CMAKE_COMMAND} "-DLINE=${line}" -P ${CMAKE_CURRENT_FUNCTION_LIST_FILE}
+    RESULT_VARIABLE status OUTPUT_QUIET ERROR_VARIABLE error)
+  string(REGEX REPLACE "[ \n]+" " " error "${error}")
+  if(status EQUAL 0 OR NOT error MATCHES "${ARGN}")
+    message(SEND_ERROR "${line} is not refused with \"${ARGN}\": ${error}")
+  endif()
+endfunction()
+expect_line_refused("kvant_cuda_tile_kind(prefill_new hooper)" "kind prefill_new has \"hooper\": write any or hopper")
+expect_line_refused("kvant_cuda_decode_kind(decode_new 90 decode_new)" "kind decode_new has \"90\"")
+expect_line_refused("kvant_cuda_besides(eight_warps tq8/tq4 128 2)
+kvant_cuda_kernel_table(128 tq8/tq4 table)" "no kernel of four warps with 2 tiles")
+
+function(expect_text file)
+  file(READ ${FOLDER}/${file} text)
+  foreach(expected IN LISTS ARGN)
+    string(FIND "${text}" "${expected}" at)
+    if(at EQUAL -1)
+      message(SEND_ERROR "${file} does not have ${expected}:\n${text}")
+    endif()
+  endforeach()
+endfunction()
+function(expect_new_kinds)
+  include(${root}/cmake/cuda_instances.cmake)
+  list(LENGTH kvant_cuda_head_dims head_dims)
+  kvant_cuda_decode_kind(decode_new hopper decode_new)
+  kvant_cuda_tile_kind(prefill_new any)
+  kvant_cuda_besides(new tq6/tq4 128 1,4)
+  kvant_cuda_write_kinds(${root}/src/core ${FOLDER})
+  kvant_cuda_write_instances(${root}/src/cuda ${FOLDER} "tq6/tq4" units hopper_units)
+  expect_text(kinds.hpp
+    "EACH_DECODE_KIND(X) X(decode_sm90, true) X(decode_sm80, false)" " X(decode_new, true)\n"
+    "EACH_TILE_KIND(X) X(prefill_sm90, true) X(prefill_sm80, false)" " X(prefill_new, false)\n")
+  expect_text(instances.hpp "X(prefill_new, 64)" "X(prefill_new, 512)" "X(prefill_sm90, 128)")
+  expect_text(prefill_new_d128.cu "#include \"cuda/prefill_new/unit.cuh\"" "prefill_new_d128()"
+    "prefill_new::add<Format::k, Format::v, 128>")
+  expect_text(attend_d128.cu "#include \"cuda/decode/unit.cuh\"\n" "#include \"cuda/decode_new/unit.cuh\"\n"
+    "new_entry<Format::tq6, Format::tq4, 128, 1>()" "new_entry<Format::tq6, Format::tq4, 128, 4>()")
+  list(FILTER units INCLUDE REGEX "/prefill_new_d")
+  list(LENGTH units count)
+  if(NOT count EQUAL head_dims OR hopper_units MATCHES "prefill_new")
+    message(SEND_ERROR "units of prefill_new: ${units}; ${hopper_units}")
+  endif()
+endfunction()
+file(REMOVE_RECURSE ${FOLDER})
+expect_new_kinds()
+
 # The files: a kernel that is left out, and one that is not.
 include(${root}/cmake/cuda_instances.cmake)
 file(REMOVE_RECURSE ${FOLDER})
@@ -97,8 +152,12 @@ list(LENGTH hopper_units hopper_count)
 list(LENGTH kvant_cuda_head_dims head_dims)
 list(LENGTH kvant_cuda_widths widths)  # units of attention
 list(LENGTH kvant_cuda_latents latents)
-math(EXPR expected "4 * ${head_dims} + ${widths} + ${latents}")
-math(EXPR hopper_expected "2 * ${head_dims} + ${widths}")
+string(REGEX MATCHALL ", false" tile_kinds "${kvant_cuda_tile_kinds}")
+string(REGEX MATCHALL ", true" hopper_tile_kinds "${kvant_cuda_tile_kinds}")
+list(LENGTH tile_kinds tile_kinds)
+list(LENGTH hopper_tile_kinds hopper_tile_kinds)
+math(EXPR expected "(3 + ${tile_kinds}) * ${head_dims} + ${widths} + ${latents}")
+math(EXPR hopper_expected "(1 + ${hopper_tile_kinds}) * ${head_dims} + ${widths}")
 if(NOT count EQUAL expected OR NOT hopper_count EQUAL hopper_expected)
   message(SEND_ERROR "${count} and ${hopper_count} units for ${head_dims} head_dims")
 endif()

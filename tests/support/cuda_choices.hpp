@@ -40,7 +40,7 @@ inline Offers offers_of(const PlannedWork& work, const Device& device) {
   return compiled_for(work, device).offers;
 }
 inline const TileOffers& offers_of_kind(const char* name, const Offers& offers) {
-  const auto is_named = [&](const TileKind* kind) { return kind->name == std::string(name); };
+  const auto is_named = [&](const TileKind& kind) { return kind.name == std::string(name); };
   const auto* found = std::find_if(std::begin(kTileKinds), std::end(kTileKinds), is_named);
   return offers.tiles[static_cast<std::size_t>(found - std::begin(kTileKinds))];
 }
@@ -114,8 +114,8 @@ inline Result<Chosen> try_choose(const Case& c, const Device& device) {
   Chosen chosen{"", choice->why, choice->ns, 0, choice->byte_keys};
   if (choice->first) chosen.kinds += "prefill_fresh, ";
   if (choice->rounds) chosen.kinds += "prefill_unpacked, ";
-  chosen.kinds += choice->tiles >= 0    ? kTileKinds[choice->tiles]->name
-                  : choice->decode >= 0 ? offers.decode[static_cast<std::size_t>(choice->decode)].kind()
+  chosen.kinds += choice->tiles >= 0    ? kTileKinds[choice->tiles].name
+                  : choice->decode >= 0 ? offers.decode[static_cast<std::size_t>(choice->decode)].name()
                                         : choice->kernel(offers);
   if (choice->decode >= 0) chosen.rows = offers.decode[static_cast<std::size_t>(choice->decode)].rows();
   return chosen;

@@ -123,6 +123,9 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, kWidth, NT), value_dim(kWidth),
   static constexpr bool kByTiles = kWay == Way::tiles, kByGroup = kWay == Way::group || kByTiles;
   static constexpr bool kOneStage = kWay == Way::one_stage;
   static constexpr bool kHalfWeights = kWay == Way::half_weights;
+  static constexpr DecodeKind kKind = kByGroup       ? DecodeKind::decode_sm90
+                                      : kHalfWeights ? DecodeKind::decode_sm80
+                                                     : DecodeKind::decode;
   static_assert(!kHalfWeights || (is_integer(KF) && is_integer(VF) && DV % (32 * kWarps) == 0));
   static_assert(can_share_keys(KF, D, warps_of_team(kWay, KF, VF, kWidth, NT)));
   static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, dims_of(kWidth));

@@ -42,8 +42,7 @@ AttendKernel generic_entry() {
           .function = reinterpret_cast<const void*>(&generic_attend_kernel<kWidth>),
           .shared_bytes = {kBytes, kBytes, kBytes},
           .team = kWarps,
-          .teams = 1,
-          .by_group = false};
+          .teams = 1};
 }
 
 template <int D, int W>

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/fmt.hpp"
+#include "cuda/plan/decode_kinds.hpp"
 #include "cuda/plan/rounds.hpp"
 #include "cuda/prefill/byte_keys.hpp"
 #include "cuda/prefill/choice.hpp"
@@ -55,38 +56,41 @@ struct Several {
   std::string missing;  // why there is none; empty: there are few rows
 };
 std::string missing_of_several(const DecodeOffer& one, const DeviceLimits& limits) {
-  if (one.by_group && (!limits.has_sm90() || !one.has_code || one.shared_bytes > limits.shared_bytes))
-    return "decode_sm90 kernels need compute capability 9.0 and machine code for it (sm_90a)";
-  if (one.shared_bytes <= limits.shared_bytes) return {};
-  return fmt::format("{} kernels need {} bytes of shared memory a block, the device has {}", one.kind(),
-                     one.shared_bytes, limits.shared_bytes);
+  const int bytes = one.least_shared_bytes();
+  if (one.is_for_hopper() && (!limits.has_sm90() || !one.has_code || bytes > limits.shared_bytes))
+    return fmt::format("{} kernels need compute capability 9.0 and machine code for it (sm_90a)", one.name());
+  if (bytes <= limits.shared_bytes) return {};
+  return fmt::format("{} kernels need {} bytes of shared memory a block, the device has {}", one.name(), bytes,
+                     limits.shared_bytes);
 }
 Several find_several(const PlannedWork& work, const Offers& offers) {
   Several found;
-  const bool is_named = work.kernel == core::kDecodeSm90 || work.kernel == core::kDecodeSm80;
+  std::string names;
+  bool is_named = false;
+  for (const DecodeKindEntry& one : std::span(kDecodeKinds).subspan(1)) {
+    names += (names.empty() ? "" : " and ") + std::string(one.name);
+    is_named = is_named || work.kernel == one.name;
+  }
   if (!offers.has_decode || (!work.kernel.empty() && !is_named)) return found;
-  if (!is_named && work.most_rows() < times::kLeastHalfRows) return found;
+  if (!is_named && work.most_rows() < times::kLeastSeveralRows) return found;
   for (std::size_t i = 0; i < offers.decode.size(); ++i) {
     const DecodeOffer& one = offers.decode[i];
-    if (!one.rounds_weights() || (is_named && work.kernel != one.kind())) continue;
-    if (!is_named && one.by_group && work.most_rows() < times::kLeastGroupRows) continue;
+    if (!one.rounds_weights() || (is_named && work.kernel != one.name())) continue;
     if (const std::string missing = missing_of_several(one, offers.limits); !missing.empty()) {
       found.missing = missing;
       continue;
     }
     const int head_dim = work.stored_head_dim(), rows = one.rows();
-    const times::BlockTimes of_kind =
-        one.by_group ? times::group_times(head_dim, work.k, rows)
-                     : times::half_times(head_dim, work.k, rows, work.most_rows(), offers.limits.overlaps());
+    const times::BlockTimes of_kind = kTimesOfDecodeKinds[static_cast<std::size_t>(one.kind)](
+        offers.limits, head_dim, work.k, rows, work.most_rows());
     const times::BlockTimes block =
         times::on(offers.limits, of_kind, times::several_demand(head_dim, rows, work.page_bytes()));
-    const std::int64_t ns = tuned_ns(work, offers, one.kind(),
+    const std::int64_t ns = tuned_ns(work, offers, one.name(),
                                      times::decode_ns(row_blocks_of(work, rows), block, offers.limits.multiprocessors));
     if (found.kernel < 0 || ns < found.ns) found.kernel = static_cast<int>(i), found.ns = ns;
   }
   if (found.kernel < 0 && found.missing.empty()) {
-    found.missing = fmt::format("{} kernels are not compiled for {}",
-                                is_named ? work.kernel : "decode_sm80 and decode_sm90", pair_at(work));
+    found.missing = fmt::format("{} kernels are not compiled for {}", is_named ? work.kernel : names, pair_at(work));
   }
   if (found.kernel >= 0) found.missing.clear();
   return found;
@@ -98,8 +102,8 @@ void take_eight_warps(const PlannedWork& work, const Offers& offers, Choice& cho
   const DecodeOffer& four = offers.decode[static_cast<std::size_t>(choice.decode)];
   if (four.rounds_weights()) return;
   const auto eight = std::find_if(offers.decode.begin(), offers.decode.end(), [&](const DecodeOffer& one) {
-    return one.has_eight_warps && one.column_tiles == four.column_tiles &&
-           one.shared_bytes <= offers.limits.shared_bytes;
+    return one.has_eight_warps() && one.column_tiles == four.column_tiles &&
+           one.least_shared_bytes() <= offers.limits.shared_bytes;
   });
   if (eight == offers.decode.end()) return;
   std::int64_t encoded = 0, exact = 0;  // pages, for each row of work that reads them
@@ -180,9 +184,9 @@ Status choose_decode(const PlannedWork& work, const Offers& offers, const Severa
   };
   for (std::size_t i = 0; i < offers.decode.size(); ++i) {
     const DecodeOffer& one = offers.decode[i];
-    if (one.has_eight_warps || one.rounds_weights()) continue;
-    if (one.shared_bytes > offers.limits.shared_bytes) {
-      least_bytes = least_bytes == 0 ? one.shared_bytes : std::min(least_bytes, one.shared_bytes);
+    if (one.has_eight_warps() || one.rounds_weights()) continue;
+    if (const int bytes = one.least_shared_bytes(); bytes > offers.limits.shared_bytes) {
+      least_bytes = least_bytes == 0 ? bytes : std::min(least_bytes, bytes);
     } else if (best < 0 || is_better(one, offers.decode[static_cast<std::size_t>(best)])) {
       best = static_cast<int>(i);
     }
@@ -257,7 +261,7 @@ Status choose_tiles(const PlannedWork& work, const Offers& offers, std::int64_t 
   const std::int64_t read_ns = times::read_ns(offers.limits, page_bytes);
   std::size_t beside = 0;  // the kernels that serve beside unpacked keys: the fastest that can, else the last
   for (std::size_t i = 0; i < kKinds; ++i) {
-    const TileKind& kind = *kTileKinds[i];
+    const TileKind& kind = kTileKinds[i];
     const std::optional<TileOffer>& offer = offers.tiles[i].kernel;
     candidates[i] = {kind.name, is_usual ? kind.missing(work, offers, offers.tiles[i]) : kUnusualBases, decode_ns};
     const int rows = offer ? offer->rows : prefill::kUsualRows, blocks = offer ? std::max(offer->blocks, 1) : 1;

@@ -37,7 +37,7 @@ struct Choice {
   [[nodiscard]] const char* kernel(const Offers& offers) const {
     if (is_generic) return core::kGenericKernels;
     if (tiles >= 0 || rounds) return core::kPrefillKernels;
-    return offers.decode[static_cast<std::size_t>(decode)].kind();
+    return offers.decode[static_cast<std::size_t>(decode)].name();
   }
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/plan/kernels_of.hpp"
+#include "cuda/prefill/units.hpp"
 #include "cuda/prefill_dense/kernels.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
@@ -11,11 +12,6 @@ namespace kvant::cuda {
 namespace {
 
 using prefill::Kernel;
-
-#define KVANT_TILE_KERNEL(constant, name) &name##_kernels,
-constexpr std::span<const Kernel> (*kKernelsOfKinds[])(int head_dim) = {
-#include "core/kernels.def"
-};
 
 // Null: there is none for the formats.
 const Kernel* find_kernel(std::span<const Kernel> kernels, const PlannedWork& work, const DeviceLimits& limits) {
@@ -49,38 +45,32 @@ Status find_decode(const PlannedWork& work, Compiled& found) {
   found.merge = all->merge;
   for (const AttendKernel& one : all->attend) {
     if (one.k != work.k || one.v != work.v) continue;
-    DecodeOffer offer{.column_tiles = one.column_tiles,
-                      .teams = one.teams,
-                      .shared_bytes = one.shared_bytes[0],
-                      .has_eight_warps = one.has_eight_warps(),
-                      .by_group = one.by_group,
-                      .half_weights = one.half_weights,
-                      .one_stage = one.one_stage,
-                      .latent = one.latent};
+    DecodeOffer offer{one};
     // Plans of few rows ask nothing of the driver.
-    if (one.by_group &&
-        (one.latent || work.kernel == core::kDecodeSm90 || work.most_rows() >= times::kLeastGroupRows)) {
+    if (one.is_for_hopper() &&
+        (one.latent || work.kernel == one.name() || work.most_rows() >= times::kLeastSeveralRows)) {
       if (Status s = find_hopper_code(one.function, one.shared_bytes[0], found.offers.limits, offer.has_code); !s.ok())
         return s;
     }
     found.offers.decode.push_back(offer);
-    found.decode.push_back(&one);
   }
   return {};
 }
 
 Status find_tiles(const PlannedWork& work, std::size_t i, Compiled& found) {
   TileOffers& offers = found.offers.tiles[i];
-  const TileKind& kind = *kTileKinds[i];
-  for (const int d : instances().head_dims) {
-    if (!kKernelsOfKinds[i](d).empty()) offers.head_dims.push_back(d);
+  const TileKind& kind = kTileKinds[i];
+  std::span<const Kernel> kernels;
+  for (const prefill::TileUnit& unit : prefill::kTileUnits) {
+    if (unit.kind != kind.name || unit.kernels().empty()) continue;
+    offers.head_dims.push_back(unit.head_dim);
+    if (unit.head_dim == work.width()) kernels = unit.kernels();
   }
-  const std::span<const Kernel> kernels = kKernelsOfKinds[i](work.width());
   const DeviceLimits& limits = found.offers.limits;
   const Kernel* kernel = found.tiles[i] = find_kernel(kernels, work, limits);
   if (kernel == nullptr) return {};
   TileOffer offer{.rows = kernel->rows, .shared_bytes = shared_bytes_of(*kernel, work.params.cache.encoded_layout)};
-  if (kind.for_hopper) {
+  if (kind.is_for_hopper) {
     if (Status s = find_hopper_code(kernel->function, offer.shared_bytes, limits, offer.has_code); !s.ok()) return s;
   } else if (offer.shared_bytes > limits.shared_bytes) {
     offer.blocks = 0;

@@ -4,7 +4,6 @@
 #include <span>
 #include <vector>
 
-#include "cuda/decode/kernels.hpp"
 #include "cuda/plan/choose.hpp"
 #include "cuda/prefill/kernels.hpp"
 #include "cuda/prefill_dense/maps.hpp"
@@ -16,7 +15,6 @@ struct Compiled {
   Offers offers;
   std::span<const MergeKernel> merge{};  // for the stored values
   const AttendKernel* generic = nullptr;
-  std::vector<const AttendKernel*> decode{};  // as in Offers::decode
   const prefill::Kernel* tiles[std::size(kTileKinds)] = {};
   std::span<const prefill::dense::DenseKernel> dense{};  // both dtypes
   const prefill::dense::DenseKernel* byte_keys = nullptr;

@@ -8,28 +8,15 @@
 #include <vector>
 
 #include "core/tuning.hpp"
+#include "cuda/decode/kernels.hpp"
 #include "cuda/runtime/limits.hpp"
 #include "cuda/runtime/refusals.hpp"
 
 namespace kvant::cuda {
 
 // A decode kernel of the plan's formats.
-struct DecodeOffer {
-  int column_tiles;
-  int teams;                     // a block's
-  int shared_bytes;              // at least so many for a block
-  bool has_eight_warps = false;  // for short work
-  bool by_group = false;         // a block is a warpgroup
-  bool half_weights = false;     // for several queries on any device
-  bool one_stage = false;        // for both sides of a page: where the usual kernel does not fit
-  bool has_code = true;          // for this device
-  bool latent = false;           // a kernel of latents
-  [[nodiscard]] int rows() const { return 4 * column_tiles; }
-  [[nodiscard]] const char* kind() const {
-    return by_group ? core::kDecodeSm90 : half_weights ? core::kDecodeSm80 : core::kDecodeKernels;
-  }
-  // For several queries: faster and less exact.
-  [[nodiscard]] bool rounds_weights() const { return by_group || half_weights; }
+struct DecodeOffer : AttendKernel {
+  bool has_code = true;  // for this device
 };
 
 // The kernel of a kind for the plan's formats.

@@ -1,5 +1,5 @@
-// Prefill kernels that read pages, a tile of rows to a block of threads. A kind has a folder with its kernels, files in
-// kinds/, a line in core/kernels.def, and its units in cuda/instances.cmake. Host only; no device is needed.
+// Prefill kernels that read pages, a tile of rows to a block of threads. A kind has a line in cuda/instances.cmake, a
+// folder with its kernels, and a file in kinds/. Host only; no device is needed.
 #pragma once
 
 #include <iterator>
@@ -14,25 +14,26 @@
 
 namespace kvant::cuda {
 
+// kinds/NAME.cpp defines two functions. NAME_missing: why these kernels cannot do the work, apart from what all prefill
+// kernels lack; empty: they can. NAME_times: on a device, for tiles of so many rows, of which a multiprocessor holds
+// `blocks`.
+using TileMissing = std::string(const PlannedWork& work, const Offers& offers, const TileOffers& mine);
+using TileTimesOf = times::TileTimes(const DeviceLimits& limits, int stored_head_dim, Format k, int rows, int blocks);
+#define KVANT_DECLARE(name, is_for_hopper) \
+  TileMissing name##_missing;              \
+  TileTimesOf name##_times;
+KVANT_EACH_TILE_KIND(KVANT_DECLARE)
+#undef KVANT_DECLARE
+
 struct TileKind {
-  const char* name;  // as in AttentionOptions::kernel
-  bool for_hopper;   // there is code for compute capability 9.0 alone, and nothing else
-  // Why these kernels cannot do the work, apart from what all prefill kernels lack; empty: they can.
-  std::string (*missing)(const PlannedWork& work, const Offers& offers, const TileOffers& mine);
-  // On a device, for tiles of so many rows, of which a multiprocessor holds `blocks`.
-  times::TileTimes (*times)(const DeviceLimits& limits, int stored_head_dim, Format k, int rows, int blocks);
+  const char* name;    // as in AttentionOptions::kernel
+  bool is_for_hopper;  // there is code for compute capability 9.0 alone, and nothing else
+  TileMissing* missing;
+  TileTimesOf* times;
 };
-
-// kinds/NAME.cpp defines NAME_kind, and kinds/NAME_kernels.cpp what finds the kernels of a head_dim.
-#define KVANT_TILE_KERNEL(constant, name) \
-  extern const TileKind name##_kind;      \
-  std::span<const prefill::Kernel> name##_kernels(int head_dim);
-#include "core/kernels.def"
-
-#define KVANT_TILE_KERNEL(constant, name) &name##_kind,
-inline const TileKind* const kTileKinds[] = {
-#include "core/kernels.def"
-};
+#define KVANT_KIND(name, is_for_hopper) {#name, is_for_hopper, &name##_missing, &name##_times},
+inline constexpr TileKind kTileKinds[] = {KVANT_EACH_TILE_KIND(KVANT_KIND)};
+#undef KVANT_KIND
 
 // "tq6/tq4 at head_dim 128", "tq6/tq4 at head_dim 192/128"
 inline std::string pair_at(const PlannedWork& work) {

@@ -82,25 +82,9 @@ constexpr RowsTimes rows_times(int head_dim, Stored stored) {
 inline constexpr std::int64_t kFewRows = 53;
 // Nanoseconds of a launch of decode kernels beside its rows: the first pages, and the merge, which takes longer with
 // several row blocks.
-inline constexpr std::int64_t kDecodeStart = 9000, kStartOfMany = 15000, kDenseStartOfMany = 11000, kGroupStart = 22500;
+inline constexpr std::int64_t kDecodeStart = 9000, kStartOfMany = 15000, kDenseStartOfMany = 11000;
 
-// Kernels of warpgroups for blocks of 16 and 32 rows (decode/group.cuh), and of 64 (tile_block.cuh): hundredths of the
-// time of 16 rows of one-warp kernels for a page.
-inline constexpr std::int64_t kGroup16 = 91, kGroup32 = 118, kGroup64 = 177;
-inline constexpr Linear kGroup16Rows = {0, 56}, kGroup32Rows = {0, 160}, kGroup64Rows = {0, 360};
-// The same of kernels of half weights (weights.cuh) for blocks of 16 and 32 rows. For 32 also nanoseconds of a block
-// beside its pages, and of a launch: code of compute_80 (one H100), and code in which launches overlap (one H200).
-inline constexpr std::int64_t kHalf16 = 92;
-struct HalfTimes {
-  std::int64_t of_page, rows, start;
-};
-inline constexpr struct {
-  int head_dim;
-  HalfTimes plain, overlapped;
-} kHalf32[] = {{128, {140, 28200, kGroupStart}, {162, 22000, 18000}},
-               {256, {130, 37400, kGroupStart}, {130, 37400, kGroupStart}}};
-inline constexpr int kLeastHalfRows = 9;  // with fewer, usual kernels read as fast as memory gives
-inline constexpr int kLeastGroupRows = 9;
+inline constexpr int kLeastSeveralRows = 9;  // with fewer, usual kernels read as fast as memory gives
 // One-warp kernels have up to 16 rows at once; prefill kernels, which have a few tiles then, take longer.
 inline constexpr int kLeastPrefillRows = 17;
 // Kernels that are less exact are taken if they gain this many hundredths. (Estimates of short work are 20 % off.)
@@ -121,22 +105,6 @@ constexpr BlockTimes decode_times(int head_dim, Format k, std::int64_t most_rows
   const std::int64_t page = page_times(head_dim, k).decode;
   return {most_rows <= 8 && codec::is_tq(k) ? page * kFewRows / 100 : page,
           rows_times(head_dim, stored(k)).decode.at(head_dim), most_rows <= 16 ? kDecodeStart : of_many};
-}
-// Kernels of half weights. overlaps: launches do.
-constexpr BlockTimes half_times(int head_dim, Format k, int rows, std::int64_t most_rows, bool overlaps) {
-  const std::int64_t page = page_times(head_dim, k).decode;
-  if (rows <= 16) {
-    return {page * kHalf16 / 100, rows_times(head_dim, stored(k)).decode.at(head_dim) * rows / 16,
-            most_rows <= 16 ? kDecodeStart : kStartOfMany};
-  }
-  const HalfTimes half = overlaps ? entry_of(kHalf32, head_dim).overlapped : entry_of(kHalf32, head_dim).plain;
-  return {page * half.of_page / 100, half.rows, half.start};
-}
-constexpr BlockTimes group_times(int head_dim, Format k, int rows) {
-  const std::int64_t page = page_times(head_dim, k).decode;
-  if (rows <= 16) return {page * kGroup16 / 100, kGroup16Rows.at(head_dim), kGroupStart};
-  return rows <= 32 ? BlockTimes{page * kGroup32 / 100, kGroup32Rows.at(head_dim), kGroupStart}
-                    : BlockTimes{page * kGroup64 / 100, kGroup64Rows.at(head_dim), kGroupStart};
 }
 
 // Blocks of 64 rows of latents of 512 with rotary keys of 64 (decode_latent/kernel.cuh), and blocks of the generic

@@ -1,30 +1,22 @@
-// Included by the units of prefill kernels, one unit for each head_dim (prefill.cu.in).
+// The kernels of a pair, for the units of prefill/tiles.cu.in.
 #pragma once
 
 #include <vector>
 
 #include "cuda/prefill_sm80/kernel.cuh"
-#include "cuda/prefill_sm80/kernels.hpp"
 
-namespace kvant::cuda::prefill::sm80 {
+namespace kvant::cuda::prefill::prefill_sm80 {
 
-template <int D>
-std::span<const Kernel> kernels_of_unit() {
-  static const std::vector<Kernel> kKernels = [] {
-    std::vector<Kernel> all;
-    const auto add = [&all]<class S>(S, Format k, Format v) {
-      if (!has_one_type(k, v)) return;
-      all.push_back({k, v, D, reinterpret_cast<const void*>(&prefill_kernel<S>), S::bytes(k, v), S::kThreads, S::kRows,
-                     codec::takes_centre(k) ? S::kMoreIfCentred : 0});
-    };
-#define KVANT_ENTRY(k, v)                \
-  add(Shape<D>{}, Format::k, Format::v); \
-  if constexpr (has_small(D)) add(Shape<D, true>{}, Format::k, Format::v);
-    KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
-#undef KVANT_ENTRY
-    return all;
-  }();
-  return kKernels;
+template <class S>
+void add_of_shape(Format k, Format v, std::vector<Kernel>& all) {
+  all.push_back({k, v, S::kHeadDim, reinterpret_cast<const void*>(&sm80::prefill_kernel<S>), S::bytes(k, v),
+                 S::kThreads, S::kRows, codec::takes_centre(k) ? S::kMoreIfCentred : 0});
+}
+template <Format KF, Format VF, int D>
+void add(std::vector<Kernel>& all) {
+  if (!has_one_type(KF, VF)) return;
+  add_of_shape<sm80::Shape<D>>(KF, VF, all);
+  if constexpr (sm80::has_small(D)) add_of_shape<sm80::Shape<D, true>>(KF, VF, all);
 }
 
-}  // namespace kvant::cuda::prefill::sm80
+}  // namespace kvant::cuda::prefill::prefill_sm80

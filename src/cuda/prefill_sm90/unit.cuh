@@ -1,12 +1,11 @@
-// Included by the units of prefill kernels, one unit for each head_dim (prefill.cu.in).
+// The kernel of a pair, for the units of prefill/tiles.cu.in.
 #pragma once
 
 #include <vector>
 
 #include "cuda/prefill_sm90/kernel.cuh"
-#include "cuda/prefill_sm90/kernels.hpp"
 
-namespace kvant::cuda::prefill {
+namespace kvant::cuda::prefill::prefill_sm90 {
 
 template <Format KF, Format VF, int D>
 void add(std::vector<Kernel>& all) {
@@ -15,16 +14,4 @@ void add(std::vector<Kernel>& all) {
                    Shape<D>::kThreads, kRows});
 }
 
-template <int D>
-std::span<const Kernel> kernels_of_unit() {
-  static const std::vector<Kernel> kKernels = [] {
-    std::vector<Kernel> all;
-#define KVANT_ENTRY(k, v) add<Format::k, Format::v, D>(all);
-    KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
-#undef KVANT_ENTRY
-    return all;
-  }();
-  return kKernels;
-}
-
-}  // namespace kvant::cuda::prefill
+}  // namespace kvant::cuda::prefill::prefill_sm90

@@ -23,14 +23,22 @@ constexpr Entry kEntries[] = {
 };
 
 std::vector<std::string> kernels_of(int capability) {
-  std::vector<std::string> kinds = {core::kDecodeKernels};
-  if (has_sm90(capability)) {
-    for (const char* kind : {core::kDecodeSm90, core::kPrefillFresh, core::kPrefillUnpacked, core::kPrefillSm90})
-      kinds.emplace_back(kind);
+  struct Kind {
+    const char* name;
+    bool is_for_hopper;
+  };
+#define KVANT_KIND(name, is_for_hopper) {#name, is_for_hopper},
+  static constexpr Kind kKinds[] = {{core::kDecodeKernels, false},
+                                    KVANT_EACH_DECODE_KIND(KVANT_KIND)
+                                        KVANT_EACH_TILE_KIND(KVANT_KIND){core::kPrefillFresh, true},
+                                    {core::kPrefillUnpacked, true},
+                                    {core::kGenericKernels, false}};
+#undef KVANT_KIND
+  std::vector<std::string> names;
+  for (const Kind& one : kKinds) {
+    if (!one.is_for_hopper || has_sm90(capability)) names.emplace_back(one.name);
   }
-  for (const char* kind : {core::kDecodeSm80, core::kPrefillSm80}) kinds.emplace_back(kind);
-  kinds.emplace_back(core::kGenericKernels);
-  return kinds;
+  return names;
 }
 
 const char* code_text(CodeFor code) {

@@ -9,9 +9,10 @@
 #include "cuda/decode/kernels.hpp"
 #include "cuda/decode/shape.hpp"
 #include "cuda/decode_latent/shape.hpp"
+#include "cuda/prefill/units.hpp"
 #include "cuda/prefill_dense/kernels.hpp"
-#include "cuda/prefill_sm80/kernels.hpp"
-#include "cuda/prefill_sm90/kernels.hpp"
+#include "cuda/prefill_sm80/shape.hpp"
+#include "cuda/prefill_sm90/shape.hpp"
 #include "cuda/prefill_unpacked/unpack.hpp"
 #include "cuda/runtime/runtime.hpp"
 #include "cuda/width.hpp"
@@ -33,10 +34,7 @@ struct TableEntry {
 template <class S>
 TableEntry entry_of() {
   const int width = width_of(codec::HeadDims{S::kHeadDim, S::kValueDim});
-  return {width, kernel_of<S>(fake_kernel(S::kHalfWeights ? core::kDecodeSm80
-                                          : S::kByGroup   ? core::kDecodeSm90
-                                                          : core::kDecodeKernels,
-                                          width))};
+  return {width, kernel_of<S>(fake_kernel(kDecodeKinds[static_cast<int>(S::kKind)].name, width))};
 }
 // The functions that the tables of decode kernels call.
 template <Format K, Format V, int kWidth, int kTiles>
@@ -70,7 +68,8 @@ TableEntry latent_entry() {
            .shared_bytes = {S::kBytes, S::kBytes, S::kBytes},
            .team = S::kThreads / 32,
            .teams = 1,
-           .by_group = true,
+           .kind = DecodeKind::decode_sm90,
+           .overlaps = false,
            .latent = true}};
 }
 
@@ -103,53 +102,46 @@ Status failed(const char* call, cudaError_t) {
 
 namespace prefill {
 
+// As the unit.cuh of each kind has it.
+namespace prefill_sm90 {
 template <Format K, Format V, int D>
 void add(std::vector<Kernel>& all) {
   using S = Shape<D>;
   if constexpr (has_kernel(K, V, D))
     all.push_back({K, V, D, fake_kernel(core::kPrefillSm90, D), S::kBytes, S::kThreads, kRows});
 }
-template <int D>
-std::vector<Kernel> kernels_of_unit() {
-  std::vector<Kernel> all;
-#define KVANT_ENTRY(k, v) add<Format::k, Format::v, D>(all);
-  KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
-#undef KVANT_ENTRY
-  return all;
-}
-// A unit of the namespace in which the macro stands.
-#define KVANT_DEFINE(head_dim)                                               \
-  template <>                                                                \
-  std::span<const Kernel> kernels<head_dim>() {                              \
-    static const std::vector<Kernel> kKernels = kernels_of_unit<head_dim>(); \
-    return kKernels;                                                         \
-  }
-KVANT_CUDA_EACH_OF_PREFILL(KVANT_DEFINE)
-
-namespace sm80 {
-
+}  // namespace prefill_sm90
+namespace prefill_sm80 {
 template <class S>
-void add(Format k, Format v, std::vector<Kernel>& all) {
-  if (!has_one_type(k, v)) return;
+void add_of_shape(Format k, Format v, std::vector<Kernel>& all) {
   const FakeKernel* kernel =
       fake_kernel(S::kSmall ? "small prefill_sm80" : core::kPrefillSm80, S::kHeadDim, S::kBlocks);
   all.push_back({k, v, S::kHeadDim, kernel, S::bytes(k, v), S::kThreads, S::kRows,
                  codec::takes_centre(k) ? S::kMoreIfCentred : 0});
 }
-template <int D>
-std::vector<Kernel> kernels_of_unit() {
-  std::vector<Kernel> all;
-#define KVANT_ENTRY(k, v)                   \
-  add<Shape<D>>(Format::k, Format::v, all); \
-  if constexpr (has_small(D)) add<Shape<D, true>>(Format::k, Format::v, all);
-  KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
-#undef KVANT_ENTRY
-  return all;
+template <Format K, Format V, int D>
+void add(std::vector<Kernel>& all) {
+  if (!has_one_type(K, V)) return;
+  add_of_shape<sm80::Shape<D>>(K, V, all);
+  if constexpr (sm80::has_small(D)) add_of_shape<sm80::Shape<D, true>>(K, V, all);
 }
-KVANT_CUDA_EACH_OF_PREFILL_SM80(KVANT_DEFINE)
-#undef KVANT_DEFINE
+}  // namespace prefill_sm80
 
-}  // namespace sm80
+#define KVANT_ADD(k, v) add<Format::k, Format::v, kHeadDim>(all);
+#define KVANT_DEFINE(kind, head_dim)                 \
+  std::span<const Kernel> kind##_d##head_dim() {     \
+    static const std::vector<Kernel> kKernels = [] { \
+      using kind::add;                               \
+      constexpr int kHeadDim = head_dim;             \
+      std::vector<Kernel> all;                       \
+      KVANT_CUDA_EACH_PAIR(KVANT_ADD)                \
+      return all;                                    \
+    }();                                             \
+    return kKernels;                                 \
+  }
+KVANT_CUDA_EACH_TILE_UNIT(KVANT_DEFINE)
+#undef KVANT_DEFINE
+#undef KVANT_ADD
 
 namespace dense {
 

@@ -28,13 +28,12 @@ class DecodeStage final : public Stage {
     is_behind_rounds_ = choice.rounds.has_value();
     why_ = is_behind_rounds_ ? "the sequences that are left" : choice.why;
     head_dim_ = work.head_dim_words();
-    kernel_ =
-        is_generic_ ? *planning.compiled.generic : *planning.compiled.decode[static_cast<std::size_t>(choice.decode)];
+    kernel_ = is_generic_ ? *planning.compiled.generic
+                          : planning.compiled.offers.decode[static_cast<std::size_t>(choice.decode)];
     kernel_.k = work.k, kernel_.v = work.v;
-    name_ = is_generic_ ? core::kGenericKernels
-                        : planning.compiled.offers.decode[static_cast<std::size_t>(choice.decode)].kind();
+    name_ = is_generic_ ? core::kGenericKernels : kernel_.name();
     AttendParams& p = planning.params;
-    p.rows = 4 * kernel_.column_tiles;
+    p.rows = kernel_.rows();
     p.row_bits = std::countr_zero(static_cast<unsigned>(p.rows));
     p.row_blocks = static_cast<int>((work.most_rows() + p.rows - 1) / p.rows);
     segments_ = std::int64_t{p.batch} * p.cache.kv_heads * p.row_blocks;
@@ -64,7 +63,7 @@ class DecodeStage final : public Stage {
     void* arguments[] = {&p};
     Launch attend(static_cast<unsigned>(p.blocks), 32 * kernel_.warps(), run.native_stream(),
                   // kGroupBlocks says why; and what is left is read before all else.
-                  run.limits.overlaps() && !kernel_.by_group && !is_rest);
+                  run.limits.overlaps() && kernel_.overlaps && !is_rest);
     attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
     KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, kernel_.function, arguments));
 
@@ -218,11 +217,11 @@ std::string DecodeStage::explain() const {
                  : kernel_.latent          ? "and latents decoded to f16 by f16 queries, f32 sums"
                  : codec::is_tq(kernel_.k) ? "u8 levels by s8 query digits, exact sums"
                                            : "16-bit floats, f32 sums",
-                 is_generic_      ? "the same; multiply-adds, not the cache's bytes, set the time"
-                 : kernel_.latent ? "the same latents by weights rounded to f16, f32 sums"
-                 : kernel_.by_group || kernel_.half_weights ? "f16 levels by weights rounded to f16, f32 sums"
-                 : codec::is_tq(kernel_.v)                  ? "u8 levels by s8 weight digits, exact sums a page"
-                                                            : "16-bit floats, f32 sums");
+                 is_generic_                ? "the same; multiply-adds, not the cache's bytes, set the time"
+                 : kernel_.latent           ? "the same latents by weights rounded to f16, f32 sums"
+                 : kernel_.rounds_weights() ? "f16 levels by weights rounded to f16, f32 sums"
+                 : codec::is_tq(kernel_.v)  ? "u8 levels by s8 weight digits, exact sums a page"
+                                            : "16-bit floats, f32 sums");
   fmt::format_to(out, "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each{}\n",
                  p.blocks, resident_, kernel_.warps(), kernel_.team, shared_bytes_,
                  is_generic_            ? ""

@@ -12,7 +12,7 @@ class TilesOverPages final : public Stage {
   TilesOverPages(const Planning& planning, const prefill::Kernel& kernel, int blocks)
       : kernel_(kernel),
         schedule_(planning.choice.schedule),
-        name_(kTileKinds[planning.choice.tiles]->name),
+        name_(kTileKinds[planning.choice.tiles].name),
         why_(planning.choice.why),
         resident_(blocks),
         blocks_(std::min(schedule_.tiles, planning.limits.multiprocessors * blocks)),
@@ -58,7 +58,7 @@ Result<StagePtr> make_tiles(const Planning& planning) {
   prefill::Kernel kernel = *planning.compiled.tiles[kind];
   kernel.shared_bytes = shared_bytes_of(kernel, planning.params.cache.encoded_layout);
   // (find_compiled prepared others.)
-  if (kTileKinds[kind]->for_hopper) KVANT_CUDA_TRY(prepare_shared(kernel.function, kernel.shared_bytes));
+  if (kTileKinds[kind].is_for_hopper) KVANT_CUDA_TRY(prepare_shared(kernel.function, kernel.shared_bytes));
   return StagePtr(
       std::make_unique<TilesOverPages>(planning, kernel, planning.compiled.offers.tiles[kind].kernel->blocks));
 }
