@@ -3,7 +3,6 @@
 // rows, go through the same steps: both decode to the same bits.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <cstring>
 #include <optional>
 #include <random>
@@ -13,6 +12,7 @@
 #include "codec/centre.hpp"
 #include "core/cache/impl.hpp"
 #include "core/fmt.hpp"
+#include "support/compare.hpp"
 #include "support/engine_pool.hpp"
 #include "support/sanitized.hpp"
 #include "support/world.hpp"
@@ -277,14 +277,7 @@ TEST(LatentCentreAttention, MatchTheReferenceOnEveryInstructionSet) {
 }
 
 double error_of(const World& world) {
-  const Attended got = world.attend();
-  const Expected expected = world.expect_true();
-  double error = 0, norm = 0;
-  for (std::size_t i = 0; i < got.out.size(); ++i) {
-    error += std::pow(got.out[i] - expected.out[i], 2);
-    norm += std::pow(expected.out[i], 2);
-  }
-  return std::sqrt(error / norm);
+  return difference(world.expect_true().out, world.attend().out).rel_l2;
 }
 
 TEST(LatentCentreAttention, MakeErrorsSmaller) {

@@ -10,6 +10,7 @@
 #include "core/cache/impl.hpp"
 #include "core/fmt.hpp"
 #include "kvant/pages.hpp"
+#include "support/compare.hpp"
 #include "support/engine_pool.hpp"
 #include "support/random_world.hpp"
 #include "support/sanitized.hpp"
@@ -90,14 +91,7 @@ TEST(LatentShapes, AreAsCloseAsTheirFormats) {
     WorldSpec spec = spec_of({"tq8", latent}, 512, 64, 16, {{700, 1}});
     spec.sink_pages = spec.tail_pages = 0;
     const World world(spec);
-    const Attended got = world.attend();
-    const Expected expected = world.expect_true();
-    double error = 0, norm = 0;
-    for (std::size_t i = 0; i < got.out.size(); ++i) {
-      error += std::pow(got.out[i] - expected.out[i], 2);
-      norm += std::pow(expected.out[i], 2);
-    }
-    error = std::sqrt(error / norm);
+    const double error = difference(world.expect_true().out, world.attend().out).rel_l2;
     EXPECT_GT(error, last) << latent;
     EXPECT_LT(error, world.codec_tolerance()) << latent;
     last = error;
