@@ -533,7 +533,7 @@ TEST(CudaChoose, WhatKindsDoNotServe) {
 }
 
 // Plans of few rows ask nothing of the driver, which would load kernels that they do not take.
-// Latents have a kernel of 64 rows for 9.0; elsewhere, and for other formats, the generic kernel serves.
+// Latents have kernels of 16 rows, and of 64 for 9.0; elsewhere, and for other formats, the generic kernel serves.
 TEST(CudaChoose, Latents) {
   const Case latents{.head_dim = 64,
                      .v_head_dim = 512,
@@ -558,37 +558,47 @@ TEST(CudaChoose, Latents) {
                                 .shared_bytes = {232000, 232000, 232000},
                                 .team = 16,
                                 .teams = 1,
-                                .kind = DecodeKind::decode_sm90,
-                                .latent = true},
+                                .kind = DecodeKind::decode_sm90},
                                offers.limits.has_sm90()});
+      offers.decode.push_back({{.k = c.k,
+                                .v = c.v,
+                                .column_tiles = 4,
+                                .function = nullptr,
+                                .shared_bytes = {208000, 208000, 208000},
+                                .team = 2,
+                                .teams = 4}});
     }
     const Result<Choice> choice = choose(work, offers);
     if (!choice.ok()) return choice.status();
     return Chosen{choice->kernel(offers), choice->why, choice->ns};
   };
   const Chosen usual = try_latents(latents, "9.0").value();
-  EXPECT_EQ(usual.kinds, "decode_sm90");
+  EXPECT_EQ(usual.kinds, "decode");
   EXPECT_EQ(usual.why, "");
   Case c = latents;
+  c.queries = 2;
+  EXPECT_EQ(try_latents(c, "9.0")->kinds, "decode");  // two row blocks
   c.queries = 4;
-  EXPECT_EQ(try_latents(c, "9.0")->ns, usual.ns);  // as many row blocks
+  const Chosen four = try_latents(c, "9.0").value();
+  EXPECT_EQ(four.kinds, "decode_sm90");
   c.queries = 5;
-  EXPECT_GT(try_latents(c, "9.0")->ns, usual.ns);
+  EXPECT_GT(try_latents(c, "9.0")->ns, four.ns);
+  EXPECT_EQ(try_latents(c, "10.0")->kinds, "decode");
   c = latents;
-  for (const char* name : {"decode", "decode_sm90"}) {
-    c.kernel = name;
-    EXPECT_EQ(try_latents(c, "9.0")->kinds, "decode_sm90");
-    const std::string refused = try_latents(c, "8.0").message();
-    EXPECT_TRUE(has(refused, name) && has(refused, "need compute capability 9.0")) << refused;
-  }
+  c.kernel = "decode_sm90";
+  EXPECT_EQ(try_latents(c, "9.0")->kinds, "decode_sm90");
+  EXPECT_TRUE(has(try_latents(c, "10.0").message(), "need compute capability 9.0"));
+  c.kernel = "decode";
+  EXPECT_EQ(try_latents(c, "9.0")->kinds, "decode");
+  EXPECT_TRUE(has(try_latents(c, "8.0").message(), "decode kernels need 208000 bytes of shared memory a block"));
   c.kernel = "generic";
   EXPECT_EQ(try_latents(c, "9.0")->why, "as asked for");
   EXPECT_EQ(try_latents(c, "9.0")->kinds, "generic");
   c.kernel = "prefill";
-  EXPECT_TRUE(has(try_latents(c, "9.0").message(), "latents have the kernels decode_sm90 and generic on a device"));
+  EXPECT_TRUE(has(try_latents(c, "9.0").message(), "latents have the kernels decode, decode_sm90 and generic on a device"));
   c = latents;
   EXPECT_EQ(try_latents(c, "8.0")->kinds, "generic");
-  EXPECT_TRUE(has(try_latents(c, "8.0")->why, "need compute capability 9.0"));
+  EXPECT_TRUE(has(try_latents(c, "8.0")->why, "decode kernels need 208000 bytes of shared memory a block"));
   EXPECT_EQ(try_latents(c, "9.0", false)->why, "tq8/tq4 at head_dim 512+64 has no other kernel of latents");
   c.k = Format::bf16;
   EXPECT_EQ(try_latents(c, "9.0")->why, "k = bf16 with latents in tq4 has no other kernel");

@@ -93,6 +93,7 @@ TEST(GpuLatentShort, MasksAndTransforms) {
 TEST(GpuLatentLong, ManyPagesABlock) {
   SKIP_WITHOUT_DEVICE();
   EXPECT_TRUE(GpuWorld(latent_spec("tq8", "tq4", 16, {{30000, 1}})).matches());
+  EXPECT_TRUE(GpuWorld(latent_spec("tq8", "tq4", 7, {{1, 1}, {65, 1}, {9000, 2}, {200, 1}, {64, 1}})).matches());
   std::vector<Lengths> many;
   for (int i = 0; i < 70; ++i) many.push_back({1 + i * 37 % 400, 1});
   EXPECT_TRUE(GpuWorld(latent_spec("tq8", "tq6", 8, many)).matches());
@@ -166,12 +167,16 @@ TEST(GpuLatentShort, Explains) {
   SKIP_WITHOUT_DEVICE();
   if (!why_no_sm90().empty()) GTEST_SKIP() << why_no_sm90();
   const GpuWorld w(latent_spec("tq8", "tq4", 16, {{300, 1}}));
-  const std::string text = w.try_attend().value().explain;
-  for (const char* part :
-       {"kernel     decode_sm90 tq8/tq4, head_dim 512+64, 64 query rows at once", "latent 512, rope 64",
-        "keys and latents decoded to f16", "(1 a multiprocessor) of 16 warps"}) {
-    EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
-  }
+  const auto expect = [&](const char* kernel, const std::vector<const char*>& parts) {
+    AttentionOptions options;
+    options.kernel = kernel;
+    const std::string text = w.try_attend(options).value().explain;
+    for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
+  };
+  expect("", {"kernel     decode tq8/tq4, head_dim 512+64, 16 query rows at once", "latent 512, rope 64",
+              "u8 levels by s8 query digits", "(1 a multiprocessor) of 8 warps, 2 a page"});
+  expect("decode_sm90", {"kernel     decode_sm90 tq8/tq4, head_dim 512+64, 64 query rows at once",
+                         "keys and latents decoded to f16", "(1 a multiprocessor) of 16 warps"});
 }
 
 TEST(GpuLatentShort, Refusals) {
@@ -190,7 +195,7 @@ TEST(GpuLatentShort, Refusals) {
   EXPECT_NE(refusal(options).find("fresh_keys needs prefill kernels"), std::string::npos);
   options.fresh_keys = false;
   options.kernel = core::kPrefillKernels;
-  EXPECT_NE(refusal(options).find("latents have the kernels decode_sm90 and generic"), std::string::npos);
+  EXPECT_NE(refusal(options).find("latents have the kernels decode, decode_sm90 and generic"), std::string::npos);
   const GpuWorld mixed(latent_spec("bf16", "tq4", 16, {{100, 1}}));
   options.kernel = core::kDecodeSm90;
   const Result<Attended> got = mixed.try_attend(options);

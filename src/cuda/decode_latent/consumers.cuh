@@ -48,31 +48,16 @@ struct Scores : Block<S> {
   // Transforms and visibility, token by token. Rolled up, through local memory: pages that need this are few, or the
   // mask tensor is what takes the time.
   __device__ __forceinline__ void transform(const PageInfo& info, float (&s)[kScores]) const {
-    const Part& of = part();
-    const bool all_see = (info.flags & kSeen) != 0;
-    const base::Visibility rule = visibility(p);
     float copy[kScores];
 #pragma unroll
     for (int i = 0; i < kScores; ++i) copy[i] = s[i];
 #pragma unroll 1
     for (int i = 0; i < kScores; ++i) {
-      const auto place = this->place_of(row_at(i / 2 % 2));
       const int token = i / 4 * 8 + 2 * t + i % 2;
-      const std::int64_t position = of.length - of.q_len + place.query;
-      const std::int64_t key = std::int64_t{info.page} * kPageTokens + token;
-      float x = copy[i];
-      if ((info.bad[token / 32] >> token % 32 & 1u) != 0) x = __int_as_float(0x7FC00000);
-      const bool is_row = place.query < of.q_len;
-      base::transform_logits<LogitVerbs>(
-          p.logits, [&] { return is_row ? p.logits.slopes[place.head] : 0.0f; },
-          [&](const auto& change) { x = change(x, [&] { return static_cast<float>(position - key); }); });
-      const bool sees = is_row && (all_see || (key < of.length && rule.sees(of.length, position, key)));
-      if (sees && p.mask.data != nullptr) {
-        const std::int64_t from = of.mask_batch * p.mask.stride[0] + place.head * p.mask.stride[1] +
-                                  place.query * p.mask.stride[2] + (key - p.mask.first_key) * p.mask.stride[3];
-        x = add_mask(x, mask_element(p.mask, from));
-      }
-      copy[i] = sees ? x : kNone;
+      const bool is_bad = (info.bad[token / 32] >> token % 32 & 1u) != 0;
+      copy[i] =
+          this->transform_one(this->place_of(row_at(i / 2 % 2)), std::int64_t{info.page} * kPageTokens + token,
+                              (info.flags & kSeen) != 0, is_bad ? __int_as_float(0x7FC00000) : copy[i]);
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = copy[i];

@@ -29,23 +29,6 @@ struct Unpacker : Block<S> {
 
   // --- pages of a part ---
 
-  // This lane's page of the part: its slot, shifted, with what is known of it below; -1: none, or another domain's.
-  __device__ __forceinline__ int slot_of(int page) const {
-    const Part& of = part();
-    const int2 pair = *reinterpret_cast<const int2*>(
-        p.cache.pages + static_cast<std::size_t>(of.batch.index) * static_cast<std::size_t>(p.cache.max_pages) + page);
-    const core::PageRef ref{pair.x, pair.y};
-    const bool is_exact = reads_exact(p.cache, of.length, of.q_len, page, ref);
-    const int slot = is_exact ? ref.exact : ref.encoded;
-    if (is_exact != (of.domain == core::kExact) || slot < 0) return -1;
-    bool is_full = page * kPageTokens >= of.all_begin && (page + 1) * kPageTokens <= of.all_end;
-    if (of.classes != nullptr) {
-      const int tile = of.classes[page * static_cast<int>(p.mask.class_stride[3])];
-      if (tile == core::kTileMasked) return -1;
-      is_full = is_full && tile == core::kTileZero;
-    }
-    return slot << kSlotShift | (is_full ? p.seen_flags[of.domain] : 0);
-  }
   __device__ __forceinline__ void take_part() {
     const bool is_exact = part().domain == core::kExact;
     const codec::PageLayout& layout = is_exact ? p.cache.exact_layout : p.cache.encoded_layout;
@@ -53,17 +36,17 @@ struct Unpacker : Block<S> {
     const int end = part().use_end;
 #pragma unroll 1
     for (int base = part().use_begin; base < end; base += 32) {
-      const int mine = base + lane() < end ? part().runs.page(base + lane()) : -1, slot = mine < 0 ? -1 : slot_of(mine);
+      const int mine = base + lane() < end ? part().runs.page(base + lane()) : -1, slot = mine < 0 ? -1 : this->slot_of(mine);
 #pragma unroll 1
       for (unsigned left = __ballot_sync(~0u, slot >= 0); left != 0; left &= left - 1) {
         const int i = __ffs(static_cast<int>(left)) - 1, here = __shfl_sync(~0u, slot, i);
         // The page after the next, to the L2 cache.
         const unsigned later = left & (left - 1);
         if (later != 0) {
-          const int next = __shfl_sync(~0u, slot, __ffs(static_cast<int>(later)) - 1) >> kSlotShift;
-          prefetch(part().blocks + static_cast<std::uint64_t>(next) * slot_bytes, layout.block_bytes);
+          prefetch(this->block_of(__shfl_sync(~0u, slot, __ffs(static_cast<int>(later)) - 1), slot_bytes),
+                   layout.block_bytes);
         }
-        const std::byte* block = part().blocks + static_cast<std::uint64_t>(here >> kSlotShift) * slot_bytes;
+        const std::byte* block = this->block_of(here, slot_bytes);
         take_page(layout, block, __shfl_sync(~0u, mine, i), here & (kSeen | kPlain));
       }
     }

@@ -123,7 +123,7 @@ void take_eight_warps(const PlannedWork& work, const Offers& offers, Choice& cho
   choice.least_exact_cost = static_cast<int>(std::max<std::int64_t>(eight->teams, others / (blocks - exact) + 1)) + 1;
 }
 
-// Latents have one kernel, which needs compute capability 9.0; elsewhere the generic kernel serves.
+// The kernels of latents need compute capability 9.0; elsewhere the generic kernel serves.
 Status choose_latent(const PlannedWork& work, const Offers& offers, Choice& choice) {
   if (!offers.has_decode) {
     return {Code::unsupported,
@@ -140,30 +140,38 @@ Status choose_latent(const PlannedWork& work, const Offers& offers, Choice& choi
   }
   const std::string& asked = work.kernel;
   const bool is_named = asked == core::kDecodeKernels || asked == core::kDecodeSm90;
-  if (!asked.empty() && !is_named && asked != core::kGenericKernels)
-    return refuse_kernel(
-        work, fmt::format("latents have the kernels {} and {} on a device", core::kDecodeSm90, core::kGenericKernels));
-  const auto found =
-      std::find_if(offers.decode.begin(), offers.decode.end(), [](const DecodeOffer& one) { return one.latent; });
+  if (!asked.empty() && !is_named && asked != core::kGenericKernels) {
+    return refuse_kernel(work, fmt::format("latents have the kernels {}, {} and {} on a device", core::kDecodeKernels,
+                                           core::kDecodeSm90, core::kGenericKernels));
+  }
+  // Of the kernels that the options name, and that the device runs, the one that takes the least time.
   std::string missing = generic_only(work);
   if (!missing.empty()) {
     missing += " has no other kernel";
-  } else if (found == offers.decode.end()) {
-    missing = fmt::format("{} has no other kernel of latents", pair_at(work));
   } else {
-    missing = missing_of_several(*found, offers.limits);
+    missing = fmt::format("{} has no other kernel of latents", pair_at(work));
+    for (std::size_t i = 0; i < offers.decode.size(); ++i) {
+      const DecodeOffer& one = offers.decode[i];
+      if (is_named && asked != core::kDecodeKernels && asked != one.name()) continue;
+      if (const std::string why = missing_of_several(one, offers.limits); !why.empty()) {
+        if (choice.decode < 0) missing = why;
+        continue;
+      }
+      const times::LatentTimes times = times::latent_times(one.rows());
+      const std::int64_t ns =
+          times::decode_ns(row_blocks_of(work, one.rows()), times.block, offers.limits.multiprocessors);
+      if (choice.decode >= 0 && ns >= choice.ns) continue;
+      choice.decode = static_cast<int>(i), choice.ns = ns, choice.least_exact_cost = times.exact_cost;
+      missing.clear();
+    }
   }
-  if (asked == core::kGenericKernels || (!missing.empty() && !is_named)) {
-    choice.is_generic = true;
-    choice.why = missing.empty() ? "as asked for" : missing;
-    choice.ns = times::decode_ns(row_blocks_of(work, times::kGenericLatentRows), times::kGenericLatents,
-                                 offers.limits.multiprocessors);
-    return {};
-  }
-  if (!missing.empty()) return refuse_kernel(work, missing);
-  choice.decode = static_cast<int>(found - offers.decode.begin());
-  choice.ns = times::decode_ns(row_blocks_of(work, found->rows()), times::kLatents, offers.limits.multiprocessors);
-  choice.least_exact_cost = times::kLatentExactCost;
+  if (!missing.empty() && is_named) return refuse_kernel(work, missing);
+  if (asked != core::kGenericKernels && missing.empty()) return {};
+  choice.decode = -1, choice.is_generic = true;
+  choice.why = missing.empty() ? "as asked for" : missing;
+  choice.ns = times::decode_ns(row_blocks_of(work, times::kGenericLatentRows), times::kGenericLatents,
+                               offers.limits.multiprocessors);
+  choice.least_exact_cost = 1;
   return {};
 }
 

@@ -48,7 +48,7 @@ Status find_decode(const PlannedWork& work, Compiled& found) {
     DecodeOffer offer{one};
     // Plans of few rows ask nothing of the driver.
     if (one.is_for_hopper() &&
-        (one.latent || work.kernel == one.name() || work.most_rows() >= times::kLeastSeveralRows)) {
+        (work.is_latent() || work.kernel == one.name() || work.most_rows() >= times::kLeastSeveralRows)) {
       if (Status s = find_hopper_code(one.function, one.shared_bytes[0], found.offers.limits, offer.has_code); !s.ok())
         return s;
     }

@@ -107,10 +107,18 @@ constexpr BlockTimes decode_times(int head_dim, Format k, std::int64_t most_rows
           rows_times(head_dim, stored(k)).decode.at(head_dim), most_rows <= 16 ? kDecodeStart : of_many};
 }
 
-// Blocks of 64 rows of latents of 512 with rotary keys of 64 (decode_latent/kernel.cuh), and blocks of the generic
-// kernel over them. An exact page takes as long as so many others.
-inline constexpr BlockTimes kLatents = {4600, 8000, 15000}, kGenericLatents = {60000, 20000, 15000};
-inline constexpr int kGenericLatentRows = 16, kLatentExactCost = 3;
+// Blocks of the generic kernel over latents of 512 with rotary keys of 64.
+inline constexpr BlockTimes kGenericLatents = {60000, 20000, 15000};
+inline constexpr int kGenericLatentRows = 16;
+// The kernels of these latents (decode_latent), by a block's rows. An exact page takes as long as exact_cost others.
+struct LatentTimes {
+  BlockTimes block;
+  int exact_cost;
+};
+constexpr LatentTimes latent_times(int rows) {
+  if (rows <= 16) return {{2100, 6000, 15000}, 4};
+  return {{4600, 8000, 15000}, 3};
+}
 
 // The demand of one page on a multiprocessor, in one row block or tile. Either of the two may take the most time.
 struct PageDemand {

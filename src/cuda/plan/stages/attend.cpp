@@ -109,8 +109,8 @@ Status DecodeStage::count_units(const Planning& planning) {
   p.exact_cost = is_generic_ ? 1 : std::max(planning.choice.least_exact_cost, static_cast<int>(1.5 * ratio + 0.5));
   p.part_cost = kernel_.teams;
   p.least_units = kernel_.teams;
-  // Pages of latents are unpacked, exact ones too.
-  if (kernel_.latent) p.exact_cost = planning.choice.least_exact_cost, p.part_cost = 3, p.least_units = 2;
+  // A part of latents begins with many queries; the kernel that unpacks pages unpacks exact ones, too.
+  if (p.latent && !is_generic_) p.exact_cost = planning.choice.least_exact_cost, p.part_cost = 3, p.least_units = 2;
   // The units of a work list are counted in an int.
   const std::int64_t most_units =
       segments_ * (std::int64_t{p.cache.max_pages} + 2 * p.part_cost +
@@ -214,18 +214,18 @@ std::string DecodeStage::explain() const {
   fmt::format_to(out, "products   keys {}, values {}\n",
                  is_generic_               ? "decoded to f32, multiply-adds in f32"
                  : kernel_.has_producer    ? "f16 levels by queries of two f16 terms, f32 sums"
-                 : kernel_.latent          ? "and latents decoded to f16 by f16 queries, f32 sums"
+                 : kernel_.unpacks_latents ? "and latents decoded to f16 by f16 queries, f32 sums"
                  : codec::is_tq(kernel_.k) ? "u8 levels by s8 query digits, exact sums"
                                            : "16-bit floats, f32 sums",
                  is_generic_                ? "the same; multiply-adds, not the cache's bytes, set the time"
-                 : kernel_.latent           ? "the same latents by weights rounded to f16, f32 sums"
+                 : kernel_.unpacks_latents  ? "the same latents by weights rounded to f16, f32 sums"
                  : kernel_.rounds_weights() ? "f16 levels by weights rounded to f16, f32 sums"
                  : codec::is_tq(kernel_.v)  ? "u8 levels by s8 weight digits, exact sums a page"
                                             : "16-bit floats, f32 sums");
   fmt::format_to(out, "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each{}\n",
                  p.blocks, resident_, kernel_.warps(), kernel_.team, shared_bytes_,
                  is_generic_            ? ""
-                 : kernel_.latent       ? ", where a page is unpacked once for all rows"
+                 : kernel_.unpacks_latents ? ", where a page is unpacked once for all rows"
                  : kernel_.has_producer ? "; half of the warps unpack pages for the others"
                  : kernel_.one_stage
                      ? ", a page's keys and values take turns in it"
