@@ -16,7 +16,7 @@ namespace kvant::cuda {
 namespace {
 
 struct WriteLaunched {
-  int kernel;  // its head_dim; 0: that of imported formats
+  int kernel;  // its width; 0: that of imported formats
   WriteParams params;
 };
 struct {
@@ -42,12 +42,13 @@ cudaError_t launch(WriteParams& params, const DeviceLimits&, cudaStream_t) {
 
 // --- in place of what needs a device ---------------------------------------------------------------------------------
 
-#define KVANT_DEFINE(head_dim)                                \
-  template <>                                                 \
-  WriteKernel write_kernel_of<head_dim>() {                   \
-    return {head_dim, &prepare<head_dim>, &launch<head_dim>}; \
+#define KVANT_DEFINE(width)                          \
+  template <>                                        \
+  WriteKernel write_kernel_of<width>() {             \
+    return {width, &prepare<width>, &launch<width>}; \
   }
 KVANT_CUDA_EACH_OF_APPEND(KVANT_DEFINE)
+KVANT_CUDA_EACH_OF_APPEND_LATENTS(KVANT_DEFINE)
 #undef KVANT_DEFINE
 
 cudaError_t prepare_imported(const WriteParams& params, const DeviceLimits& limits) {
@@ -233,6 +234,55 @@ TEST(CudaWrites, SidesOfTwoHeadDimsAreWrittenOneAfterTheOther) {
   EXPECT_EQ(values.params.rotation_scale, codec::rotation_scale(128));
   EXPECT_EQ(values.params.entries, 1);  // whatever the launch of keys made of its parameters
   EXPECT_EQ(values.params.rounding, Dtype::f32);
+}
+
+// A kernel of their own takes them for keys: its layouts and rows are the other way round, and its centre is theirs.
+// Without centres they are written as all values.
+TEST(CudaWrites, LatentsAroundCentresAreWrittenAsKeys) {
+  for (const bool centred : {true, false}) {
+    for (const bool key_centred : {true, false}) {
+      core::DeviceCacheConfig config = config_of(Format::tq8, Format::tq4, {64, 512});
+      const codec::PageLayout& layout = config.encoded;
+      config.encoded = codec::page_layout(Format::tq8, Format::tq4, {64, 512}, 1, key_centred, centred);
+      config.kv_heads = 1;
+      const auto cache = make(config);
+      EXPECT_EQ(seen.prepared, std::vector<int>({64, centred ? 1064512 : 512}));
+      alignas(16) std::byte rows[2][16];
+      const core::DeviceAppend append{0, 1};
+      ASSERT_TRUE(cache
+                      ->write({&append, 1}, 1, TensorView::contiguous(rows[0], Dtype::bf16, 1, 1, 64),
+                              TensorView::contiguous(rows[1], Dtype::f16, 1, 1, 512), {})
+                      .ok());
+      ASSERT_EQ(seen.writes.size(), 2u);
+      const WriteParams &keys = seen.writes[0].params, &latents = seen.writes[1].params;
+      EXPECT_EQ(seen.writes[0].kernel, 64);
+      EXPECT_EQ(keys.sides, WriteSides::keys);
+      EXPECT_EQ(keys.k.rows, rows[0]);
+      EXPECT_EQ(keys.v_head_dim, 512);
+      EXPECT_EQ(codec::is_centred(keys.cache.encoded_layout), key_centred);
+      EXPECT_EQ(seen.writes[1].kernel, centred ? 1064512 : 512);
+      EXPECT_EQ(latents.head_dim, 512);
+      EXPECT_EQ(latents.rotation_scale, codec::rotation_scale(512));
+      EXPECT_EQ(latents.entries, 1);
+      EXPECT_EQ(latents.sides, centred ? WriteSides::keys : WriteSides::values);
+      if (!centred) continue;
+      EXPECT_EQ(latents.v_head_dim, 64);
+      EXPECT_EQ(latents.k.rows, rows[1]);
+      EXPECT_EQ(latents.k.basis, BasisKind::none);
+      EXPECT_EQ(latents.v.rows, rows[0]);
+      EXPECT_EQ(latents.v.basis, BasisKind::hadamard);
+      const codec::PageLayout& there = latents.cache.encoded_layout;
+      EXPECT_EQ(there.k.plane_offset[0], layout.v.plane_offset[0]);
+      EXPECT_EQ(there.k.scale_offset, layout.v.scale_offset);
+      EXPECT_TRUE(codec::is_centred(there));
+      EXPECT_EQ(codec::centre_layout(there).plane_offset[0], codec::latent_centre_layout(layout).plane_offset[0]);
+      EXPECT_EQ(codec::centre_layout(there).scale_offset, codec::latent_centre_layout(layout).scale_offset);
+      EXPECT_EQ(there.code_bytes + there.scale_bytes, layout.code_bytes + layout.scale_bytes);
+      EXPECT_EQ(there.block_bytes, layout.block_bytes);
+      EXPECT_EQ(latents.cache.exact_layout.k.plane_offset[0], config.exact.v.plane_offset[0]);
+      EXPECT_EQ(latents.cache.exact_layout.k.head_dim, 512);
+    }
+  }
 }
 
 TEST(CudaWrites, TensorsMayBeNarrowerThanPages) {

@@ -92,6 +92,7 @@ kvant_cuda_besides(latent_columns tq8/tq4 512+64 4)
 kvant_cuda_unit(decode/attend attend any widths)
 kvant_cuda_unit(decode_latent/latent latent any latents)
 kvant_cuda_unit(append/append append any head_dims)
+kvant_cuda_unit(append/append append_latents any latents)
 # kvant_cuda_tile_kind(NAME WHERE): a kind of prefill kernels that read pages, with a unit for each head_dim
 # (prefill/tiles.cu.in). NAME/unit.cuh has its kernels, and plan/kinds/NAME.cpp its limits and times
 # (plan/tile_kinds.hpp). The option "prefill" takes the first kind that serves.

@@ -156,7 +156,7 @@ string(REGEX MATCHALL ", false" tile_kinds "${kvant_cuda_tile_kinds}")
 string(REGEX MATCHALL ", true" hopper_tile_kinds "${kvant_cuda_tile_kinds}")
 list(LENGTH tile_kinds tile_kinds)
 list(LENGTH hopper_tile_kinds hopper_tile_kinds)
-math(EXPR expected "(3 + ${tile_kinds}) * ${head_dims} + ${widths} + ${latents}")
+math(EXPR expected "(3 + ${tile_kinds}) * ${head_dims} + ${widths} + 2 * ${latents}")  # latents: decode and appends
 math(EXPR hopper_expected "(1 + ${hopper_tile_kinds}) * ${head_dims} + ${widths}")
 if(NOT count EQUAL expected OR NOT hopper_count EQUAL hopper_expected)
   message(SEND_ERROR "${count} and ${hopper_count} units for ${head_dims} head_dims")

@@ -21,6 +21,7 @@ WorldSpec latent_spec(const char* rope, const char* latent, int heads, std::vect
   set_width(spec, kLatentWidths.front());
   spec.group = heads;
   spec.page_centres = std::string(rope).starts_with("tq") || std::string(rope) == "fp8";
+  spec.adjust = [](CacheConfig& c) { c.v_centre = c.k_centre; };
   return spec;
 }
 
@@ -35,7 +36,7 @@ TEST_P(GpuLatent, Matches) {
     spec.sink_pages = sinks;
     spec.tail_pages = tails;
     spec.exact = sinks == 2 ? Dtype::f16 : Dtype::bf16;
-    spec.key_offset = tails == 3 ? 2.0f : 0.0f;
+    spec.key_offset = spec.value_offset = tails == 3 || sinks == 2 ? 2.0f : 0.0f;
     EXPECT_TRUE(GpuWorld(spec).matches({}, {}, {.q_dtype = tails == 1 ? Dtype::bf16 : Dtype::f32}))
         << sinks << " and " << tails << " exact pages";
   }
@@ -63,6 +64,29 @@ TEST(GpuLatentShort, EveryFormat) {
                               {"f16", "f16"},
                               {"bf16", "f16"}}) {
     EXPECT_TRUE(GpuWorld(latent_spec(pair.k, pair.v, 16, {{300, 2}, {64, 1}})).matches()) << name_of(pair);
+  }
+}
+
+// Latents that have much in common, around centres and without. One step gives pages their own means, small ones those
+// of the pages before.
+TEST(GpuLatentShort, Centres) {
+  SKIP_WITHOUT_DEVICE();
+  for (const char* latent : {"tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8"}) {
+    for (const bool small_steps : {false, true}) {
+      for (const KeyCentre centre : {KeyCentre::page, KeyCentre::none}) {
+        WorldSpec spec = latent_spec(std::string(latent) == "fp8" ? "fp8" : "tq8", latent, 16, {{400, 2}, {130, 1}});
+        spec.sink_pages = spec.tail_pages = 0;
+        spec.value_offset = 3.0f;
+        if (small_steps) spec.chunks = {40, 1, 70, 3};
+        spec.adjust = [=](CacheConfig& c) { c.v_centre = centre; };
+        const GpuWorld w(spec);
+        ASSERT_EQ(w.cache.config().v_centre, centre);
+        EXPECT_TRUE(w.matches()) << latent;
+        AttentionOptions generic;
+        generic.kernel = core::kGenericKernels;
+        EXPECT_TRUE(w.matches(generic)) << latent << ", generic";
+      }
+    }
   }
 }
 

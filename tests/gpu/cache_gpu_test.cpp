@@ -154,6 +154,7 @@ TEST_P(CacheGpu, HoldsTheBytesOfAHostCache) {
   set_width(c, t.width);
   c.window = t.window;
   c.k_centre = t.centre;
+  if (c.latent > 0) c.v_centre = t.centre;
   c.exact = t.exact;
   Gpu gpu;
   DeviceReplay replay(c, t.input, gpu.hooks(), static_cast<std::uint64_t>(t.width));

@@ -33,7 +33,8 @@ struct Both {
     CacheConfig on_host = c;
     on_host.device = {};
     if (!on_host.exact) on_host.exact = device->config().exact.value_or(Dtype::bf16);
-    on_host.k_centre = device->config().k_centre;  // which may be chosen
+    on_host.k_centre = device->config().k_centre;  // which may be chosen; so may the next
+    on_host.v_centre = device->config().v_centre;
     host = CacheImpl::create(on_host).value();
     id = device->add_sequence();
     EXPECT_EQ(host->add_sequence(), id);

@@ -20,7 +20,9 @@ struct Geometry {
   int tail_pages = 0, tail_sequences = 0, layers = 1;
   KeyCentre k_centre = KeyCentre::none;  // page wants begin_step
   int sink_pages = 0, exact_copies = 0;
-  int v_head_dim = 0;  // 0: head_dim
+  int v_head_dim = 0;   // 0: head_dim
+  bool latent = false;  // values are latents, and keys rotary keys
+  KeyCentre v_centre = KeyCentre::automatic;
   [[nodiscard]] int v_dim() const { return v_head_dim > 0 ? v_head_dim : head_dim; }
 };
 
@@ -29,6 +31,7 @@ inline PagesConfig config(const Geometry& g, const char* device) {
   c.kv_heads = g.kv_heads;
   c.head_dim = g.head_dim;
   c.v_head_dim = g.v_head_dim;
+  if (g.latent) c.latent = g.v_dim(), c.rope = g.head_dim;
   c.k = g.k;
   c.v = g.v;
   c.device = device;
@@ -36,6 +39,7 @@ inline PagesConfig config(const Geometry& g, const char* device) {
   c.tail_sequences = g.tail_sequences;
   c.layers = g.layers;
   c.k_centre = g.k_centre;
+  c.v_centre = g.v_centre;
   c.sink_pages = g.sink_pages;
   c.exact_copies = g.exact_copies;
   return c;

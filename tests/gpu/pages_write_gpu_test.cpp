@@ -49,7 +49,9 @@ class Sequences {
     seed_ += 2;
     std::vector<float> keys = random_rows(rows, twins.geometry, seed_);
     for (float& x : keys) x += 0.5f;
-    twins.write(keys, random_values(rows, twins.geometry, seed_ + 1), slots, dtype);
+    std::vector<float> values = random_values(rows, twins.geometry, seed_ + 1);
+    for (std::size_t i = 0; twins.geometry.latent && i < values.size(); ++i) values[i] += i % 3 == 0 ? 2.0f : -0.5f;
+    twins.write(keys, values, slots, dtype);
   }
 
   Twins twins;
@@ -76,6 +78,7 @@ TEST_P(PagesOctets, AreSharedByWarps) {
     Geometry g{is_key ? format : other, is_key ? other : format, 0, width <= 128 ? 3 : 1};
     set_width(g, width);
     g.k_centre = KeyCentre::automatic;
+    if (g.latent) g.v_centre = g.v == "bf16" ? KeyCentre::none : KeyCentre::page;
     Sequences sequences(g, kCount, 3);
     std::vector<std::int32_t> tokens;
     for (std::int32_t s = 0; s < kCount; ++s) tokens.push_back(40 + s);
@@ -97,6 +100,13 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Combine(testing::Values("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8", "f16", "bf16"),
                      testing::ValuesIn(kWidths)),
     [](const auto& i) { return fmt::format("{}_d{}", std::get<0>(i.param), std::get<1>(i.param)); });
+// Latents around centres, beside rotary keys.
+INSTANTIATE_TEST_SUITE_P(Latents, PagesOctets,
+                         testing::Combine(testing::Values("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8", "bf16"),
+                                          testing::ValuesIn(kLatentWidths)),
+                         [](const auto& i) {
+                           return fmt::format("{}_d{}", std::get<0>(i.param), std::get<1>(i.param));
+                         });
 
 // Prompts in chunks, drafts and single tokens in one step. Some blocks have copies, others want one and get none; a
 // long step leaves full blocks behind, which are encoded from copies that it fills.
@@ -134,6 +144,21 @@ TEST_P(PagesMixed, PromptsBesideDrafts) {
   EXPECT_FALSE(sequences.twins.device.take_non_finite(sequences.twins.stream.handle()).value());
 }
 
+Geometry latents(const char* format, int tail_pages, int exact_copies) {
+  return {.k = "tq8",
+          .v = format,
+          .head_dim = 64,
+          .kv_heads = 1,
+          .tail_pages = tail_pages,
+          .tail_sequences = tail_pages > 0 ? 12 : 0,
+          .k_centre = KeyCentre::page,
+          .sink_pages = tail_pages > 0 ? 1 : 0,
+          .exact_copies = exact_copies,
+          .v_head_dim = 512,
+          .latent = true,
+          .v_centre = KeyCentre::page};
+}
+
 INSTANTIATE_TEST_SUITE_P(Kinds, PagesMixed,
                          testing::Values(Geometry{"tq4", "tq4", 128, 5, 1, 12, 1, KeyCentre::page, 1},
                                          Geometry{"tq6", "tq4", 128, 2, 1, 12, 1, KeyCentre::page, 1, 9},
@@ -146,7 +171,8 @@ INSTANTIATE_TEST_SUITE_P(Kinds, PagesMixed,
                                          Geometry{"bf16", "bf16", 128, 2},
                                          Geometry{"tq6", "tq4", 192, 2, 1, 12, 1, KeyCentre::page, 1, 9, 128},
                                          Geometry{"tq4", "tq4", 192, 2, 0, 0, 1, KeyCentre::page, 0, 0, 128},
-                                         Geometry{"bf16", "tq4", 192, 2, 1, 12, 1, KeyCentre::none, 0, 8, 128}),
+                                         Geometry{"bf16", "tq4", 192, 2, 1, 12, 1, KeyCentre::none, 0, 8, 128},
+                                         latents("tq4", 1, 0), latents("tq4", 1, 9), latents("tq6", 0, 0)),
                          [](const auto& i) {
                            const Geometry& g = i.param;
                            return fmt::format("{}_{}_d{}_first_{}_tail_{}_copies_{}{}", g.k, g.v, g.head_dim,

@@ -37,7 +37,8 @@ class DeviceReplay {
     CacheConfig on_host = config;
     on_host.device = {};
     if (!on_host.exact) on_host.exact = device_->config().exact.value_or(Dtype::bf16);
-    on_host.k_centre = device_->config().k_centre;  // which may be chosen
+    on_host.k_centre = device_->config().k_centre;  // which may be chosen; so may the next
+    on_host.v_centre = device_->config().v_centre;
     host_ = CacheImpl::create(on_host).value();
   }
 

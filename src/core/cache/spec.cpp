@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "core/fmt.hpp"
-#include "core/store/page_store.hpp"
 
 namespace kvant::core {
 namespace {
@@ -37,24 +36,16 @@ Status resolve_centre(char side, const char* vectors, KeyCentre& centre, Format 
 
 }  // namespace
 
-Status resolve_centres(CacheConfig& config, Format k, Format v) {
-  if (config.v_centre == KeyCentre::automatic &&
-      (config.latent == 0 || config.k_centre == KeyCentre::none || !has_latent_centres(config)))
-    config.v_centre = KeyCentre::none;
-  if (Status s = resolve_centre('k', "keys", config.k_centre, k); !s) return s;
-  if (Status s = resolve_centre('v', "latents", config.v_centre, v); !s) return s;
-  if (config.v_centre == KeyCentre::none) return {};
-  if (config.latent == 0) {
-    return {Code::invalid_argument,
-            "v_centre = page with latent = 0: values have no centres, but latents have, which are keys as well; use "
-            "v_centre = none, or set latent"};
-  }
-  if (has_latent_centres(config)) return {};
-  return {
-      Code::unsupported,
-      fmt::format("v_centre = page with device = \"{}\": kernels there read latents without centres; use v_centre = "
-                  "none, which is the default there, or device = \"cpu\"",
-                  config.device)};
+Status resolve_centres(CacheConfig& c, Format k, Format v) {
+  const bool on_host = c.device.empty() || c.device == "cpu";
+  if (c.v_centre == KeyCentre::automatic && (c.latent == 0 || c.k_centre == KeyCentre::none || !on_host))
+    c.v_centre = KeyCentre::none;
+  if (Status s = resolve_centre('k', "keys", c.k_centre, k); !s) return s;
+  if (Status s = resolve_centre('v', "latents", c.v_centre, v); !s) return s;
+  if (c.v_centre == KeyCentre::none || c.latent > 0) return {};
+  return {Code::invalid_argument,
+          "v_centre = page with latent = 0: values have no centres, but latents have, which are keys as well; use "
+          "v_centre = none, or set latent"};
 }
 
 const char* basis_name(BasisKind kind) {

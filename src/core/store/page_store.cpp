@@ -96,10 +96,6 @@ Result<codec::HeadDims> stored_dims_on(const DeviceBackend* backend, const Cache
                       widths.empty() ? "" : ", or of head_dim/v_head_dim " + widths)};
 }
 
-bool has_latent_centres(const CacheConfig& config) {
-  return config.device.empty() || config.device == "cpu";
-}
-
 Result<std::optional<int>> parse_device(const std::string& name) {
   if (name.empty() || name == "cpu") return std::optional<int>();
   int number = 0;

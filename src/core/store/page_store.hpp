@@ -167,8 +167,6 @@ class PageStore {
   std::optional<Dtype> exact_dtype_;
 };
 
-/// Where the config has its pages, these may have centres of latents: in host memory.
-bool has_latent_centres(const CacheConfig& config);
 /// The number of the device that pages are to live on, by its name in a config; none: host memory.
 Result<std::optional<int>> parse_device(const std::string& name);
 

@@ -291,9 +291,28 @@ __device__ __forceinline__ const float* code_values(Format format) {
   }
 }
 
+// Where the codes of a plane of so many bits lie. kLatents: pages have them as values'.
+template <int kD, bool kLatents>
+struct CodePlaces {
+  int bits;
+  // A channel's first code, in bits. Its words of values follow one another in octets of a page, or quads of 8 bits.
+  __device__ __forceinline__ int of_channel(int channel) const {
+    return channel * (!kLatents ? bits : bits == 8 ? 32 : 8 * bits);
+  }
+  // From there to a token's: bytes.
+  __device__ __forceinline__ int to_token(int token) const {
+    if (!kLatents) return token * (kD * bits / 8);
+    return bits == 8 ? token / 4 * (kD * 4) + token % 4 : token / 8 * (kD * bits) + token % 8 * bits / 8;
+  }
+  // The code in a byte; `shift` is that of the channel's first.
+  __device__ __forceinline__ std::uint32_t code(std::uint32_t byte, int shift, int token) const {
+    return byte >> (kLatents ? token * bits % 8 : shift) & ((1u << bits) - 1);
+  }
+};
+
 // The mean of a page of codes, as floats [D] in the basis (codec::mean_of_page, but for clean_mean). By one warp, which
-// may have written the page's last tokens itself.
-template <int kD>
+// may have written the page's last tokens itself. kLatents: pages have the codes as values'.
+template <int kD, bool kLatents>
 __device__ __forceinline__ void mean_of_codes(const codec::PageLayout& layout, const std::byte* block, float* mean) {
   constexpr int kOfLane = kD / 32, kAtOnce = kOfLane % 4 == 0 ? 4 : kOfLane % 3 == 0 ? 3 : 2;  // channels
   constexpr int kTokens = 8;                                                                   // at once
@@ -313,7 +332,7 @@ __device__ __forceinline__ void mean_of_codes(const codec::PageLayout& layout, c
   const float share = static_cast<float>(kPageTokens - refuse) * codec::mean_factor(kPageTokens);  // exact
   const float centre_scale =
       ptx::f16_to_f32(__ldcg(reinterpret_cast<const unsigned short*>(block + centre.scale_offset)));
-  const int bits[2] = {side.plane_bits[0], side.planes > 1 ? side.plane_bits[1] : 0};
+  const CodePlaces<kD, kLatents> places[2] = {{side.plane_bits[0]}, {side.planes > 1 ? side.plane_bits[1] : 0}};
 #pragma unroll 1
   for (int first = 0; first < kD; first += 32 * kAtOnce) {
     const int group = first * side.groups / kD;
@@ -327,7 +346,7 @@ __device__ __forceinline__ void mean_of_codes(const codec::PageLayout& layout, c
       sum[i] = 0.0f;
 #pragma unroll
       for (int plane = 0; plane < 2; ++plane) {
-        const int bit = (first + lane + 32 * i) * bits[plane];
+        const int bit = places[plane].of_channel(first + lane + 32 * i);
         at[i][plane] = block + side.plane_offset[plane] + bit / 8, shift[i][plane] = bit % 8;
       }
     }
@@ -337,20 +356,20 @@ __device__ __forceinline__ void mean_of_codes(const codec::PageLayout& layout, c
 #pragma unroll
       for (int j = 0; j < kTokens; ++j) {
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) code[j][i] = byte_at(at[i][0] + (token + j) * (kD * bits[0] / 8));
+        for (int i = 0; i < kAtOnce; ++i) code[j][i] = byte_at(at[i][0] + places[0].to_token(token + j));
       }
 #pragma unroll
       for (int j = 0; j < kTokens; ++j) {
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) code[j][i] = code[j][i] >> shift[i][0] & ((1u << bits[0]) - 1);
+        for (int i = 0; i < kAtOnce; ++i) code[j][i] = places[0].code(code[j][i], shift[i][0], token + j);
       }
       if (side.planes > 1) {
 #pragma unroll
         for (int j = 0; j < kTokens; ++j) {
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
-            const std::uint32_t more = byte_at(at[i][1] + (token + j) * (kD * bits[1] / 8));
-            code[j][i] |= (more >> shift[i][1] & ((1u << bits[1]) - 1)) << bits[0];
+            const std::uint32_t more = byte_at(at[i][1] + places[1].to_token(token + j));
+            code[j][i] |= places[1].code(more, shift[i][1], token + j) << places[0].bits;
           }
         }
       }

@@ -10,9 +10,12 @@
 
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "codec/rotation.hpp"
 #include "codec/vector.hpp"
 #include "cuda/runtime/ptx.cuh"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda {
 
@@ -20,27 +23,41 @@ namespace kvant::cuda {
 // tables.
 template <int kHeadDim, int kOfVector, int kOfTeam, int kOfBlock>
 struct VectorShape {
+  static constexpr bool kLatents = false;
   static constexpr int kD = kHeadDim, kThreads = kOfVector, kTeamThreads = kOfTeam, kBlockThreads = kOfBlock;
   static constexpr int kElements = kD / kThreads;
   static constexpr int kSums = 32 / kThreads;
 };
+// The kernel takes latents around centres for keys; but pages have their codes as values'.
+template <class Shape>
+struct LatentShape : Shape {
+  static constexpr bool kLatents = true;
+};
+template <int kWidth, class Shape>
+using ShapeOf = std::conditional_t<is_latent(kWidth), LatentShape<Shape>, Shape>;
+// Whether pages have the codes of a side by channel, or by vector.
+template <class Shape>
+constexpr bool is_by_channel(bool is_value) {
+  return is_value || Shape::kLatents;
+}
+
 // Where many tokens come at once, as few threads as registers allow: 32 to 64 elements each, little goes between them.
 // For steps of a few tokens as many as a vector's rotation and words allow, so that less code is run, and fetched, for
-// each.
-template <int kD>
-using BulkShape = VectorShape<kD,
-                              (kD <= 128   ? 2
-                               : kD <= 256 ? 4
-                                           : 8),
-                              128, 256>;
-template <int kD>
-using DenseShape = VectorShape<kD, BulkShape<kD>::kThreads, 128, 128>;
-template <int kD>
-using StepShape = VectorShape<kD,
-                              (codec::rotation_shape(kD).paley > 1 ? 8
-                               : kD < 128                          ? kD / 4
-                                                                   : 32),
-                              32, 32>;
+// each. kWidth: a head_dim, or a width of latents (cuda/width.hpp).
+template <int kWidth, int kD = value_dim(kWidth)>
+using BulkShape = ShapeOf<kWidth, VectorShape<kD,
+                                              (kD <= 128   ? 2
+                                               : kD <= 256 ? 4
+                                                           : 8),
+                                              128, 256>>;
+template <int kWidth, int kD = value_dim(kWidth)>
+using DenseShape = ShapeOf<kWidth, VectorShape<kD, BulkShape<kWidth>::kThreads, 128, 128>>;
+template <int kWidth, int kD = value_dim(kWidth)>
+using StepShape = ShapeOf<kWidth, VectorShape<kD,
+                                              (codec::rotation_shape(kD).paley > 1 ? 8
+                                               : kD < 128                          ? kD / 4
+                                                                                   : 32),
+                                              32, 32>>;
 
 // --- teams -----------------------------------------------------------------------------------------------------------
 

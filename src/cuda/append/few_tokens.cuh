@@ -46,10 +46,11 @@ struct ExactPlace {
 // A row of kHeads heads into an exact page. find(): its place, asked for when the row's loads are under way.
 template <class Shape, int kHeads, class Find>
 __device__ __forceinline__ void store_exact_row(const WriteParams& params, std::int32_t row, int first_head,
-                                                bool is_value, const Find& find) {
+                                                bool of_values, const Find& find) {
+  const bool is_value = of_values || Shape::kLatents;
   constexpr int kD = Shape::kD, kCount = kD / 32;
   const CacheView& cache = params.cache;
-  const WriteSide& side = is_value ? params.v : params.k;
+  const WriteSide& side = of_values ? params.v : params.k;
   const int lane = static_cast<int>(threadIdx.x % 32);
   std::uint32_t bits[kHeads][kCount], value_bits[kHeads][kCount];
 #pragma unroll
@@ -65,7 +66,7 @@ __device__ __forceinline__ void store_exact_row(const WriteParams& params, std::
   const ExactPlace place = find();
   if (place.slot < 0) return;
 
-  const codec::SideLayout& to = is_value ? cache.exact_layout.v : cache.exact_layout.k;
+  const codec::SideLayout& to = of_values ? cache.exact_layout.v : cache.exact_layout.k;
   std::byte* page = cache.exact + static_cast<std::uint64_t>(place.slot) * cache.exact_slot_bytes + to.plane_offset[0] +
                     static_cast<std::size_t>(place.token) * kD * to.element_bytes;
   bool finite = true;

@@ -1,4 +1,4 @@
-// The launches of a write (cuda/append/write.hpp), for one head_dim.
+// The launches of a write (cuda/append/write.hpp), for one head_dim, or for latents around centres.
 #pragma once
 
 #include <bit>
@@ -17,10 +17,10 @@ inline constexpr int kFewSlots = kListedRows, kFewLongSlots = 256;
 // pages, that find centres of blocks, and that do what a part of the write begins, of sequences and of slots.
 inline constexpr int kLookingCtas = 1, kCopyingCtas = 16, kCentreCtas = 2, kBeginningCtas = 8, kBegunCtas = 4;
 
-template <int kD>
+template <int kWidth>
 struct WriteLaunch {
-  using Bulk = BulkShape<kD>;
-  using Step = StepShape<kD>;
+  using Bulk = BulkShape<kWidth>;
+  using Step = StepShape<kWidth>;
   WriteParams& p;
   const DeviceLimits& limits;
   cudaStream_t stream;
@@ -32,7 +32,8 @@ struct WriteLaunch {
   const std::int64_t units =
       of_items ? p.items : (std::int64_t{p.list.count} + kPageTokens - 1) / kPageTokens;  // that are known here
   // Bytes from one staged row to the next.
-  const int k_pitch = staged_pitch(kD, staged_dtype(p, p.k)), v_pitch = staged_pitch(kD, staged_dtype(p, p.v));
+  const int k_pitch = staged_pitch(Bulk::kD, staged_dtype(p, p.k)),
+            v_pitch = staged_pitch(Bulk::kD, staged_dtype(p, p.v));
 
   cudaError_t start(const WriteFunction& function, std::int64_t blocks, int shared_bytes = 0) const {
     Launch how(static_cast<unsigned>(blocks), function.threads, stream, limits.overlaps());
@@ -59,7 +60,7 @@ struct WriteLaunch {
     return start(function, blocks_of_sides(blocks), bytes);
   }
   cudaError_t few() {
-    if (of_slots) return start_few(few_slots_function<kD>(centred), wanted, p.list.count * heads, 1);
+    if (of_slots) return start_few(few_slots_function<kWidth>(centred), wanted, p.list.count * heads, 1);
     std::int64_t blocks = units * heads;
     p.storing = 0;
     if (has_tail) {
@@ -67,15 +68,15 @@ struct WriteLaunch {
       const std::int64_t looking = base::min(blocks * kOctets, kLookingCtas * busy / 2);
       blocks = p.storing + base::max(looking, (units + 31) / 32);
     }
-    return start_few(step_function<kD>(), wanted, blocks, has_tail ? kOctet : p.most_tokens);
+    return start_few(step_function<kWidth>(), wanted, blocks, has_tail ? kOctet : p.most_tokens);
   }
   // Keys of pages that a part of the write begins, behind all others.
   cudaError_t begun() {
     p.begins = true, p.storing = 0;
-    if (of_slots) return start_few(few_slots_function<kD>(centred), WriteSides::keys, kBegunCtas * busy / 2 * 2, 1);
+    if (of_slots) return start_few(few_slots_function<kWidth>(centred), WriteSides::keys, kBegunCtas * busy / 2 * 2, 1);
     const std::int64_t octets = p.entries * heads * kOctets;  // one page a sequence
     const std::int64_t blocks = base::max(base::min(octets, kBeginningCtas * busy), (units + 31) / 32);
-    return start_few(step_function<kD>(), WriteSides::keys, blocks + blocks % 2, kOctet);
+    return start_few(step_function<kWidth>(), WriteSides::keys, blocks + blocks % 2, kOctet);
   }
 
   // --- many tokens ---------------------------------------------------------------------------------------------------
@@ -108,53 +109,54 @@ struct WriteLaunch {
     cudaError_t error = cudaSuccess;
     if (centred && has_keys(wanted)) {
       const std::int64_t pages = units * ((heads + kCentresOfWarp - 1) / kCentresOfWarp);
-      error = start(centres_function<kD>(), of_items ? pages : base::max(pages, kCentreCtas * busy));
+      error = start(centres_function<kWidth>(), of_items ? pages : base::max(pages, kCentreCtas * busy));
     }
     const std::int64_t jobs = of_items || of_slots ? units * heads : kTeams<Bulk> * kDenseCtas * busy;
     const int most_rows = of_items && !has_tail ? base::min(p.most_tokens, kPageTokens) : kPageTokens;
-    const WriteFunction of_keys = many_function<kD>(layout.k.format, centred);
+    const WriteFunction of_keys = many_function<kWidth>(layout.k.format, centred);
     // A kernel of centred keys stores values, too: they have no centre.
     const bool of_both =
-        wanted == WriteSides::both && many_function<kD>(layout.v.format, centred).kernel == of_keys.kernel;
+        wanted == WriteSides::both && many_function<kWidth>(layout.v.format, centred).kernel == of_keys.kernel;
     if (error == cudaSuccess && has_keys(wanted))
       error = start_many(of_both ? wanted : WriteSides::keys, layout.k.format, of_keys, jobs, most_rows);
     if (error != cudaSuccess || of_both || !has_values(wanted)) return error;
-    return start_many(WriteSides::values, layout.v.format, many_function<kD>(layout.v.format, false), jobs, most_rows);
+    return start_many(WriteSides::values, layout.v.format, many_function<kWidth>(layout.v.format, false), jobs,
+                      most_rows);
   }
   cudaError_t exact_rows() {
     p.sides = wanted;
-    return start(exact_rows_function<kD>(), blocks_of_sides(base::max(kCopyingCtas * busy / 2, (units + 31) / 32)));
+    return start(exact_rows_function<kWidth>(), blocks_of_sides(base::max(kCopyingCtas * busy / 2, (units + 31) / 32)));
   }
 };
 
 // Prepares what launches stage rows with, for pages with such a layout.
-template <int kD>
+template <int kWidth>
 cudaError_t prepare_write(const WriteParams& p, const DeviceLimits& limits) {
   const auto& layout = p.cache.encoded_layout;
   const bool centred = codec::is_centred(layout);
   for (const WriteFunction& function :
-       {step_function<kD>(), few_slots_function<kD>(centred), many_function<kD>(layout.k.format, centred),
-        many_function<kD>(layout.v.format, false)}) {
+       {step_function<kWidth>(), few_slots_function<kWidth>(centred), many_function<kWidth>(layout.k.format, centred),
+        many_function<kWidth>(layout.v.format, false)}) {
     const cudaError_t error = prepare_shared(reinterpret_cast<const void*>(function.kernel), staging_bytes(limits));
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
-template <int kD>
+template <int kWidth>
 cudaError_t launch_copies(WriteParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   p.list.slots = nullptr, p.list.count = 0;
   p.k.set({}), p.v.set({});
   p.k.dtype = p.v.dtype = p.rounding;
-  p.head_dim = kD,
+  p.head_dim = BulkShape<kWidth>::kD,
   p.v_head_dim = p.cache.encoded_layout.v.head_dim;  // copies have the zeros that vectors are padded with
-  return WriteLaunch<kD>{p, limits, stream}.many();
+  return WriteLaunch<kWidth>{p, limits, stream}.many();
 }
 
-template <int kD>
+template <int kWidth>
 cudaError_t launch_write(WriteParams& p, const DeviceLimits& limits, cudaStream_t stream) {
-  WriteLaunch<kD> launch{p, limits, stream};
-  if (!launch.of_items && !launch.of_slots) return launch_copies<kD>(p, limits, stream);
+  WriteLaunch<kWidth> launch{p, limits, stream};
+  if (!launch.of_items && !launch.of_slots) return launch_copies<kWidth>(p, limits, stream);
   const StepTables& tables = p.list.tables;
   const bool begins = launch.centred && has_keys(launch.wanted);
   bool many = false, has_exact_rows = false;
@@ -178,7 +180,7 @@ cudaError_t launch_write(WriteParams& p, const DeviceLimits& limits, cudaStream_
   p.sides = launch.wanted;
   if (error != cudaSuccess || many || p.list.encode.blocks == nullptr) return error;
   p.begins = p.begins_later = false;
-  return launch_copies<kD>(p, limits, stream);
+  return launch_copies<kWidth>(p, limits, stream);
 }
 
 }  // namespace kvant::cuda

@@ -171,9 +171,9 @@ __device__ __forceinline__ void take_share_of_team(const WriteParams& params, co
 }
 
 // Centres of the keys of pages that a launch behind encodes around them; a block is a team.
-template <int kD>
+template <int kWidth>
 __global__ void __launch_bounds__(kCentreThreads, 4) centres_kernel(const __grid_constant__ WriteParams params) {
-  __shared__ CentreRoom<kD> room;
+  __shared__ CentreRoom<value_dim(kWidth)> room;
   ptx::wait_prerequisites();
   ptx::launch_dependents();
   ManyJob job;
@@ -184,8 +184,8 @@ __global__ void __launch_bounds__(kCentreThreads, 4) centres_kernel(const __grid
     for (int first = 0; first < job.work.heads; first += kCentresOfWarp) {
       const int count = min(kCentresOfWarp, job.work.heads - first);
       const auto page = [&](int i) { return job_of_head(params, false, job.work, first + i); };
-      find_centres<BulkShape<kD>, kCentresOfWarp>([&](int i) { return centre_job(page(i), centre); }, count, true,
-                                                  room.means, room.codes);
+      find_centres<BulkShape<kWidth>, kCentresOfWarp>([&](int i) { return centre_job(page(i), centre); }, count, true,
+                                                      room.means, room.codes);
       if (const int warp = static_cast<int>(threadIdx.x / 32); warp < count) clear_padding(page(warp));
     }
   }

@@ -101,7 +101,7 @@ __device__ __forceinline__ void find_centres(const Job& job, int count, bool sto
   const CentreJob mine = job(min(which, count - 1));
   const bool makes = before != nullptr || __any_sync(~0u, mine.rows > 0);
   const WriteSide& side = *mine.page.side;
-  if (before != nullptr) mean_of_codes<kD>(mine.page.params->cache.encoded_layout, before, means);
+  if (before != nullptr) mean_of_codes<kD, Shape::kLatents>(mine.page.params->cache.encoded_layout, before, means);
   if (makes) {
     const float* matrix =
         side.matrix == nullptr ? nullptr : side.matrix + static_cast<std::size_t>(mine.page.head) * kD * kD;

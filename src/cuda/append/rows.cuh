@@ -71,6 +71,14 @@ __device__ __forceinline__ float dense_element(float x, bool is_value, bool fits
   return format == Format::f16 ? within_f16(x) : x;
 }
 
+// The same of a job. (One call for both takes the kernel for steps more spills.)
+template <class Shape>
+__device__ __forceinline__ float dense_element(const PageJob& job, float x, bool fits, bool value_fits, Format format,
+                                               bool key_is_dense) {
+  if constexpr (Shape::kLatents) return dense_element(x, true, fits, value_fits, format);
+  return dense_element(x, job.is_value, fits, value_fits, format, key_is_dense);
+}
+
 // Whether rows can be read 16 bytes at a time.
 __device__ __forceinline__ bool in_pieces(const WriteSide& side) {
   const auto places = reinterpret_cast<std::uint64_t>(side.rows) |
@@ -116,7 +124,7 @@ __device__ __forceinline__ void store_dense(const PageJob& job, bool from_exact,
   // Rows that the exact page keeps, then those of this step.
 #pragma unroll 1
   for (int part = from_exact ? 0 : 1; part < 2; ++part) {
-    const bool given = part == 1, has_value = given && !job.is_value;
+    const bool given = part == 1, has_value = !Shape::kLatents && given && !job.is_value;
     const int begin = given && from_exact ? max(first, job.begin) : first, end = given ? last : min(last, job.begin);
     const Dtype dtype = given ? job.side->dtype : rounding;
 #pragma unroll 1
@@ -141,7 +149,8 @@ __device__ __forceinline__ void store_dense(const PageJob& job, bool from_exact,
         float y = x[j];
         if (rounding == Dtype::bf16) y = __uint_as_float(half_bits(y, false) << 16);
         if (rounding == Dtype::f16) y = base::f16_to_f32(static_cast<std::uint16_t>(half_bits(within_f16(y), true)));
-        x[j] = dense_element(y, job.is_value, fits, (without_value >> j & 1) == 0, to.format, key_is_dense);
+        const bool value_fits = (without_value >> j & 1) == 0;
+        x[j] = dense_element<Shape>(job, y, fits, value_fits, to.format, key_is_dense);
       }
       std::byte* at = block + to.plane_offset[0] + static_cast<std::size_t>(token * kD + channel) * to.element_bytes;
       const bool is_f16 = to.format == Format::f16;

@@ -87,7 +87,8 @@ __device__ __forceinline__ void clear_padding(const PageJob& job) {
 template <class Shape>
 __device__ __forceinline__ void clear_behind(const PageJob& job, int heads, int token) {
   const codec::SideLayout& side = job.layout(false);
-  const int of_codes = job.is_value && side.planes > 0 ? (token + kOctet - 1) / kOctet * kOctet : token;
+  const int of_codes =
+      is_by_channel<Shape>(job.is_value) && side.planes > 0 ? (token + kOctet - 1) / kOctet * kOctet : token;
 #pragma unroll 1
   for (int head = 0; head < heads; ++head) {
     std::byte* block = job.encoded + head * job.params->cache.encoded_layout.block_bytes;

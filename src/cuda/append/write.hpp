@@ -130,21 +130,23 @@ constexpr std::int64_t write_items(std::int64_t tokens, std::int64_t tail_pages)
   return (tokens + kPageTokens - 2) / kPageTokens + 1 + tail_pages;
 }
 
-// One a head_dim. A launch writes the sides that `sides` names.
+// One a head_dim, or a width of latents around centres: to such a launch latents are the keys, and all rules of keys'
+// centres hold; but pages have their codes as values'. A launch writes the sides that `sides` names.
 struct WriteKernel {
-  int head_dim;
+  int width;
   cudaError_t (*prepare)(const WriteParams& params,
                          const DeviceLimits& limits);  // once, not while a stream is captured
   // Entries' steps, slots, or without both the blocks of list.encode.
   cudaError_t (*launch)(WriteParams& params, const DeviceLimits& limits, cudaStream_t stream);
 };
 // Each is defined in a unit of its own (append.cu.in).
-template <int D>
+template <int kWidth>
 WriteKernel write_kernel_of();
-#define KVANT_DECLARE(head_dim) \
-  template <>                   \
-  WriteKernel write_kernel_of<head_dim>();
+#define KVANT_DECLARE(width) \
+  template <>                \
+  WriteKernel write_kernel_of<width>();
 KVANT_CUDA_EACH_OF_APPEND(KVANT_DECLARE)
+KVANT_CUDA_EACH_OF_APPEND_LATENTS(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
 // The kernels that write pages with such a layout, by their head_dims: one for both sides, or one for each, whose

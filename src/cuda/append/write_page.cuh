@@ -358,14 +358,14 @@ __device__ __forceinline__ void encode_heads(const To& to, const WriteParams& pa
         __syncwarp();
         const int of_warp = min(kOfWarp, count - base);
         const std::byte* from = rows + base * pitch;
-        if (!is_value) {
+        if (!is_by_channel<Shape>(is_value)) {
           store_key_planes<Shape, P>(from, pitch, chunk + base, of_warp, low, high);
         } else if (by_octet) {
           store.template operator()<kFormat, Octets::whole, 32>(from, chunk + base, of_warp, of_warp);
         }
       });
     }
-    if (is_value && !by_octet) {
+    if (is_by_channel<Shape>(is_value) && !by_octet) {
       team_barrier<Shape>();
       const int zeros = !To::kOne && work.clears ? -work.last & 7 : 0;
       to.with([&]<Format kFormat>() {

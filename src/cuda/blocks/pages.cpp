@@ -215,10 +215,11 @@ class Blocks final : public core::DevicePages, public WrittenPages {
     if (Status s = use_copies(pool, list, native(stream)); !s) return s;
     list.lists = tail_.state.lists;
     if (step_) list.tables = *step_;
-    if (spec().is_centred(false) && !step_) {
+    if (spec().has_centres() && !step_) {
       return {Code::invalid_argument,
-              "keys have centres, and no step has begun: call begin_step before the step's writes, which finds the "
-              "blocks before those that begin, or create the pages with k_centre = none"};
+              fmt::format("{} have centres, and no step has begun: call begin_step before the step's writes, which "
+                          "finds the blocks before those that begin, or create the pages with k_centre = none",
+                          spec().is_centred(false) ? "keys" : "latents")};
     }
     // A short step ends in the page that it fills, or behind it.
     const bool is_long = list.tables.max_query_len == 0 || list.tables.max_query_len > kPageTokens;

@@ -120,7 +120,7 @@ struct GenericAttend : Attend<GenericShape<kWidth>> {
 #pragma unroll 4
     for (int token = warp; token < kPageTokens; token += kWarps) {
       float x[1];
-      load_stored<kValues ? DV : D>(layout, kValues, block, token, first + lane, shared.values, x);
+      load_stored<kValues ? DV : D, kLatent>(layout, kValues, block, token, first + lane, shared.values, x);
       if (kValues && !(fabsf(x[0]) < __builtin_huge_valf())) {  // would spoil rows that do not see it
         x[0] = 0.0f;
         shared.poison[token] = __int_as_float(0x7FC00000);

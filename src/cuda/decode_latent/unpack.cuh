@@ -1,10 +1,11 @@
-// The warpgroup that unpacks pages: latents and rotary keys become halves in shared memory, of pages with codes and of
-// exact ones alike.
+// The warpgroup that unpacks pages: latents and rotary keys become halves in shared memory, of pages with codes and
+// of exact ones alike.
 //
 // A channel's 64 latents are a row of 128 bytes. The product with queries takes rows as the depth, the product with
 // weights as columns, so that what is unpacked once serves both. Latents are levels times their scales, which are
-// brought to the page's unit, a power of two; rotary keys are in a unit of their own. A vector that is not finite has
-// zeros here, and PageInfo names its token.
+// brought to the page's unit, a power of two; rotary keys are in a unit of their own. Both have their page's centre
+// added here, so that products know nothing of it. A vector that is not finite has zeros here, and PageInfo names
+// its token.
 #pragma once
 
 #include "codec/centre.hpp"
@@ -119,6 +120,7 @@ struct Unpacker : Block<S> {
         scales[h][group] = scale_at(block, layout.v, group, lane() + 32 * h);
       key_scales[h] = scale_at(block, layout.k, 0, lane() + 32 * h);
     }
+    const LatentCentre latent_centre(layout, block);
     const bool is_centred = codec::is_centred(layout);
     if (is_centred) {
       const codec::SideLayout side = codec::centre_layout(layout);
@@ -150,7 +152,8 @@ struct Unpacker : Block<S> {
       }
       bad[h] = __ballot_sync(~0u, !finite);
     }
-    key_most += 32.0f * fabsf(centre_scale);  // tq6's largest level
+    key_most += 32.0f * fabsf(centre_scale);                              // tq6's largest level
+    latent_most = fmaxf(latent_most, 0.5f * fabsf(latent_centre.scale));  // then a centre is below 64 units
     // Levels are 2^-9, and numbers of fp8 2^-8, of what they are.
     constexpr float kOfLevels = VF == Format::fp8 ? 256.0f : 512.0f;
     const float latent_unit = unit_for(warp_max(latent_most)), key_unit = unit_for(warp_max(key_most));
@@ -162,7 +165,7 @@ struct Unpacker : Block<S> {
       for (int h = 0; h < 2; ++h) {
         const bool is_bad = (bad[h] >> lane() & 1u) != 0;
         facts.ratios[stage][group][lane() + 32 * h] =
-            is_bad ? std::uint16_t{0} : prefill::half_of(fabsf(scales[h][group]) * (kOfLevels / latent_unit), false);
+            is_bad ? std::uint16_t{0x8000} : prefill::half_of(scales[h][group] * (kOfLevels / latent_unit), false);
       }
     }
     if (is_centred && thread() < D) facts.centre[stage][thread()] = centre;
@@ -179,17 +182,52 @@ struct Unpacker : Block<S> {
 #pragma unroll
     for (int number = 0; number < kUnits; ++number) {
       if (kAtOnce < kUnits && number == kAtOnce) load(kAtOnce);
-      store_latents(number, units[number % kAtOnce], constants, facts.ratios[stage][0]);
+      store_latents(number, units[number % kAtOnce], constants, facts.ratios[stage][0], latent_centre,
+                    1.0f / latent_unit);
     }
   }
 
-  // Unit `number` of this thread, whose octet is that of all its units: levels, 2^-9 of each, by their scales.
+  // The centre of a page's latents, whose codes threads read where they need them.
+  struct LatentCentre {
+    const std::byte *low = nullptr, *high = nullptr;  // planes; null: there is none
+    float scale = 0.0f;
+
+    __device__ __forceinline__ LatentCentre(const codec::PageLayout& layout, const std::byte* block) {
+      if (!codec::has_latent_centre(layout)) return;
+      const codec::SideLayout side = codec::latent_centre_layout(layout);
+      low = block + side.plane_offset[0], high = block + side.plane_offset[1];
+      scale = ptx::f16_to_f32(__ldg(reinterpret_cast<const unsigned short*>(block + side.scale_offset)));
+    }
+    // Four channels, as pairs of one number, `inverse` times what they are.
+    __device__ __forceinline__ void load(int channel, float inverse, std::uint32_t (&pairs)[4]) const {
+      std::uint32_t lows = 0, highs = 0;
+      if (low != nullptr) {
+        lows = __ldg(reinterpret_cast<const unsigned short*>(low + channel / 2));
+        highs = __ldg(reinterpret_cast<const unsigned char*>(high + channel / 4));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const std::uint32_t code = (lows >> 4 * i & 15u) | (highs >> 2 * i & 3u) << 4;
+        const float c = (static_cast<float>(code) - codec::level_offset(codec::kCentreFormat)) * (scale * inverse);
+        pairs[i] = prefill::half_of(c, false) * 0x10001u;
+      }
+    }
+  };
+
+  // Unit `number` of this thread, whose octet is that of all its units: levels, 2^-9 of each, by their scales, and the
+  // centre in units. A scale's sign says that the latent has no centre.
   template <Format VF>
   __device__ __forceinline__ void store_latents(int number, const prefill::Unit<VF>& unit,
-                                                const Constants<VF>& constants, const std::uint16_t* ratios) const {
+                                                const Constants<VF>& constants, const std::uint16_t* ratios,
+                                                const LatentCentre& centre, float inverse) const {
     constexpr bool kManyScales = side_scale_groups(VF, DV) > 1;
     const int octet = thread() % 8, first = number * 64 + thread() / 8 * 4;
-    const uint4 r = *reinterpret_cast<const uint4*>(ratios + (kManyScales ? number / 2 * kPageTokens : 0) + 8 * octet);
+    const uint4 four =
+        *reinterpret_cast<const uint4*>(ratios + (kManyScales ? number / 2 * kPageTokens : 0) + 8 * octet);
+    std::uint32_t r[4] = {four.x, four.y, four.z, four.w}, has_centre[4], c[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) has_centre[i] = ~((r[i] >> 15 & 0x10001u) * 0xFFFFu), r[i] &= 0x7FFF7FFFu;
+    centre.load(first, inverse, c);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       std::uint32_t pairs[8];
@@ -208,10 +246,11 @@ struct Unpacker : Block<S> {
       }
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const std::uint32_t* x = pairs + 4 * k;
+        std::uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = ptx::fma_halves(pairs[4 * k + i], r[i], c[2 * half + k] & has_centre[i]);
         *reinterpret_cast<uint4*>(latents() + prefill::place_by_channel(first + 2 * half + k, octet)) =
-            make_uint4(ptx::multiply_halves(x[0], r.x), ptx::multiply_halves(x[1], r.y),
-                       ptx::multiply_halves(x[2], r.z), ptx::multiply_halves(x[3], r.w));
+            make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
   }

@@ -8,6 +8,7 @@
 #include "cuda/instances.hpp"
 #include "cuda/tile/stored.cuh"
 #include "cuda/tile/warp_vector.cuh"
+#include "cuda/width.hpp"
 
 namespace kvant::cuda {
 namespace {
@@ -67,8 +68,9 @@ __device__ __forceinline__ const ReadBackEntry& entry_of(const ReadBackParams& p
   return p.entry[low];
 }
 
-template <int D>
+template <int kWidth>
 __global__ void __launch_bounds__(32 * kWarps, 2) read_back_kernel(const __grid_constant__ ReadBackParams p) {
+  constexpr int D = value_dim(kWidth);
   __shared__ float values[2][kMostCodes];
   __shared__ float scratch[codec::rotation_shape(D).paley > 1 ? kWarps : 1][D];
   const CacheView& cache = p.cache;
@@ -110,7 +112,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2) read_back_kernel(const __grid_
 #pragma unroll
         for (int k = 0; k < D / 32; ++k) x[k] = 0.0f;
       } else {
-        load_stored<D>(layout, which != 0, block, t % kPageTokens, static_cast<int>(threadIdx.x % 32), values, x);
+        load_stored<D, is_latent(kWidth)>(layout, which != 0, block, t % kPageTokens,
+                                          static_cast<int>(threadIdx.x % 32), values, x);
         if (basis == BasisKind::hadamard) rotate_back<D>(x, scratch[codec::rotation_shape(D).paley > 1 ? warp : 0]);
         if (basis == BasisKind::calibrated) {
           from_calibrated<D>(side.inverse + static_cast<std::int64_t>(head) * D * D, side.center + head * D, x);
@@ -126,6 +129,17 @@ cudaError_t read_sides_back(const ReadBackParams& p, int head_dim, int multiproc
   const int sides = p.side[0].rows != nullptr && p.side[1].rows != nullptr ? 2 : 1;
   const std::int64_t work = std::int64_t{p.items} * p.cache.kv_heads * sides;
   const auto blocks = static_cast<unsigned>(base::min(work, std::int64_t{kResident} * multiprocessors));
+  const codec::PageLayout& layout = p.cache.encoded_layout;
+  if (codec::has_latent_centre(layout) && p.side[1].rows != nullptr) {
+    switch (latent_width_of({layout.k.head_dim, layout.v.head_dim})) {
+#define KVANT_CASE(width) \
+  case width: read_back_kernel<width><<<blocks, 32 * kWarps, 0, stream>>>(p); break;
+      KVANT_CUDA_EACH_OF_LATENT(KVANT_CASE)
+#undef KVANT_CASE
+      default: return cudaErrorInvalidValue;
+    }
+    return cudaGetLastError();
+  }
   switch (head_dim) {
 #define KVANT_CASE(head_dim) \
   case head_dim: read_back_kernel<head_dim><<<blocks, 32 * kWarps, 0, stream>>>(p); break;

@@ -84,28 +84,33 @@ __device__ __forceinline__ void load_dense(const codec::SideLayout& side, const 
   elements_of<kCount>(bits, dtype, x);
 }
 
-// x += the centre of the key's page (codec::load_key).
+// x += a centre (codec::load_vector).
 template <int kCount>
-__device__ __forceinline__ void add_centre(const codec::PageLayout& layout, const std::byte* block, int channel,
+__device__ __forceinline__ void add_centre(const codec::SideLayout& side, const std::byte* block, int channel,
                                            float (&x)[kCount]) {
-  const codec::SideLayout side = codec::centre_layout(layout);
   const float scale = ptx::f16_to_f32(*reinterpret_cast<const std::uint16_t*>(block + side.scale_offset));
   const std::byte *low = block + side.plane_offset[0], *high = block + side.plane_offset[1];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) x[i] = __fadd_rn(x[i], codec::centre_element(low, high, scale, channel + 32 * i));
 }
 
-// Elements channel + 32 i of a token's key or value, in its basis, from a page of this layout.
-template <int D, int kCount>
+// Elements channel + 32 i of a token's key or value, in its basis, from a page of this layout. kLatents: values are
+// latents, which may have a centre.
+template <int D, bool kLatents = false, int kCount>
 __device__ __forceinline__ void load_stored(const codec::PageLayout& layout, bool is_value, const std::byte* block,
                                             int token, int channel, const float (&values)[2][kMostCodes],
                                             float (&x)[kCount]) {
   const codec::SideLayout& side = is_value ? layout.v : layout.k;
   if (side.planes == 0) return load_dense<D>(side, block, token, channel, x);
   load_coded<D>(side, is_value, block, token, channel, values[is_value], x);
-  if (is_value || !codec::is_centred(layout)) return;
+  if constexpr (kLatents) {
+    if (!codec::is_centred(layout, is_value)) return;
+  } else if (is_value || !codec::is_centred(layout)) {
+    return;
+  }
   const std::uint16_t scale = *reinterpret_cast<const std::uint16_t*>(block + codec::scale_at(side, token, 0));
-  if ((scale & 0x8000u) == 0) add_centre(layout, block, channel, x);  // otherwise the key refuses the centre
+  if ((scale & 0x8000u) != 0) return;  // the vector refuses the centre
+  add_centre(kLatents ? codec::centre_layout(layout, is_value) : codec::centre_layout(layout), block, channel, x);
 }
 
 }  // namespace kvant::cuda
