@@ -16,12 +16,13 @@
 namespace kvant::test {
 namespace {
 
-WorldSpec latent_spec(const char* rope, const char* latent, int heads, std::vector<Lengths> sequences) {
+WorldSpec latent_spec(const char* rope, const char* latent, int heads, std::vector<Lengths> sequences,
+                      KeyCentre v_centre = KeyCentre::automatic) {
   WorldSpec spec = spec_of(rope, latent, std::move(sequences));
   set_width(spec, kLatentWidths.front());
   spec.group = heads;
   spec.page_centres = std::string(rope).starts_with("tq") || std::string(rope) == "fp8";
-  spec.adjust = [](CacheConfig& c) { c.v_centre = c.k_centre; };
+  spec.adjust = [=](CacheConfig& c) { c.v_centre = v_centre; };
   return spec;
 }
 
@@ -31,14 +32,17 @@ class GpuLatent : public testing::TestWithParam<std::tuple<int, std::int64_t>> {
 TEST_P(GpuLatent, Matches) {
   SKIP_WITHOUT_DEVICE();
   const auto& [heads, queries] = GetParam();
-  for (const auto& [sinks, tails] : {std::pair{1, 1}, {0, 0}, {2, 0}, {0, 3}}) {
-    WorldSpec spec = latent_spec("tq8", "tq4", heads, {{900, queries}, {70, 1}, {queries, queries}, {333, 2}});
-    spec.sink_pages = sinks;
-    spec.tail_pages = tails;
-    spec.exact = sinks == 2 ? Dtype::f16 : Dtype::bf16;
-    spec.key_offset = spec.value_offset = tails == 3 || sinks == 2 ? 2.0f : 0.0f;
-    EXPECT_TRUE(GpuWorld(spec).matches({}, {}, {.q_dtype = tails == 1 ? Dtype::bf16 : Dtype::f32}))
-        << sinks << " and " << tails << " exact pages";
+  for (const KeyCentre centre : {KeyCentre::automatic, KeyCentre::page}) {
+    for (const auto& [sinks, tails] : {std::pair{1, 1}, {0, 0}, {2, 0}, {0, 3}}) {
+      WorldSpec spec =
+          latent_spec("tq8", "tq4", heads, {{900, queries}, {70, 1}, {queries, queries}, {333, 2}}, centre);
+      spec.sink_pages = sinks;
+      spec.tail_pages = tails;
+      spec.exact = sinks == 2 ? Dtype::f16 : Dtype::bf16;
+      spec.key_offset = spec.value_offset = tails == 3 || sinks == 2 ? 2.0f : 0.0f;
+      EXPECT_TRUE(GpuWorld(spec).matches({}, {}, {.q_dtype = tails == 1 ? Dtype::bf16 : Dtype::f32}))
+          << sinks << " and " << tails << " exact pages";
+    }
   }
 }
 
@@ -74,11 +78,11 @@ TEST(GpuLatentShort, Centres) {
   for (const char* latent : {"tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8"}) {
     for (const bool small_steps : {false, true}) {
       for (const KeyCentre centre : {KeyCentre::page, KeyCentre::none}) {
-        WorldSpec spec = latent_spec(std::string(latent) == "fp8" ? "fp8" : "tq8", latent, 16, {{400, 2}, {130, 1}});
+        WorldSpec spec =
+            latent_spec(std::string(latent) == "fp8" ? "fp8" : "tq8", latent, 16, {{400, 2}, {130, 1}}, centre);
         spec.sink_pages = spec.tail_pages = 0;
         spec.value_offset = 3.0f;
         if (small_steps) spec.chunks = {40, 1, 70, 3};
-        spec.adjust = [=](CacheConfig& c) { c.v_centre = centre; };
         const GpuWorld w(spec);
         ASSERT_EQ(w.cache.config().v_centre, centre);
         EXPECT_TRUE(w.matches()) << latent;

@@ -86,6 +86,7 @@ Side new_side(const char* k, const char* v, int width, const char* device) {
   set_width(c, width);
   c.k = k;
   c.v = v;
+  if (c.latent > 0) c.v_centre = std::string(v) == "bf16" ? KeyCentre::none : KeyCentre::page;
   c.device = device;
   c.capacity_tokens = 64 * 256;
   c.max_sequences = 4;

@@ -51,7 +51,7 @@ inline const TileOffers& offers_of_kind(const char* name, const Offers& offers) 
 struct Case {
   int head_dim = 128, stored_head_dim = 0;  // 0: the same
   int v_head_dim = 0;                       // 0: head_dim; stored as it is
-  bool latent = false;                      // values are latents
+  bool latent = false, v_centre = false;    // values are latents, which have centres
   Format k = Format::tq6, v = Format::tq4;
   int q_heads = 32, kv_heads = 8;
   int sequences = 1;
@@ -69,7 +69,7 @@ class Asked {
   explicit Asked(const Case& c) : c_(c) {
     const int stored = c.stored_head_dim > 0 ? c.stored_head_dim : c.head_dim;
     const codec::HeadDims dims{stored, c.v_head_dim > 0 ? c.v_head_dim : stored};
-    p_.cache.encoded_layout = codec::page_layout(c.k, c.v, dims, 1, codec::is_tq(c.k));
+    p_.cache.encoded_layout = codec::page_layout(c.k, c.v, dims, 1, codec::is_tq(c.k), c.v_centre);
     p_.cache.exact_layout = codec::page_layout(c.exact, c.exact, dims);
     p_.cache.sink_pages = p_.cache.tail_pages = codec::is_dense(c.k) ? 0 : 1;
     p_.cache.kv_heads = c.kv_heads;

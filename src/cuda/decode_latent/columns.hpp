@@ -1,6 +1,7 @@
 // Shared memory of the kernels of latents for few rows (columns.cuh). Host and device.
 #pragma once
 
+#include "cuda/decode/kernels.hpp"
 #include "cuda/schedule/item.hpp"
 #include "cuda/tile/staged.hpp"
 #include "cuda/width.hpp"
@@ -14,6 +15,8 @@ struct ColumnShape {
   static constexpr int D = key_dim(kWidth), DV = value_dim(kWidth);
   static constexpr int kColumnTiles = 4, kRows = 4 * kColumnTiles;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+  static constexpr DecodeKind kKind = DecodeKind::decode;
+  static constexpr bool kUnpacks = false;
   // A round's pages, each of which a team of warps has scores of; two rounds are in shared memory.
   static constexpr int kPages = 4, kTeam = kWarps / kPages;
   static constexpr int kTokens = 8 / kTeam, kTokenTiles = 4 / kTeam;  // a lane's

@@ -1,6 +1,7 @@
 // Shared memory of the kernel of latents (kernel.cuh), and the roles of its warpgroups. Host and device.
 #pragma once
 
+#include "cuda/decode/kernels.hpp"
 #include "cuda/schedule/item.hpp"
 #include "cuda/width.hpp"
 
@@ -30,7 +31,9 @@ struct Shape {
   static constexpr int kRows = 64;  // a block's
   // Warpgroups: one has scores and weights, two have half of the sums' columns each, one unpacks pages.
   static constexpr int kScoresRole = 0, kSumsRole = 1, kUnpackRole = 3;
-  static constexpr int kThreads = 512, kConsumers = 384;
+  static constexpr int kThreads = 512, kConsumers = 384, kTeam = kThreads / 32;
+  static constexpr DecodeKind kKind = DecodeKind::decode_sm90;
+  static constexpr bool kUnpacks = true;  // AttendKernel::unpacks_latents
   static constexpr int kScoresRegisters = 104, kSumsRegisters = 160, kUnpackRegisters = 88;
   static constexpr int kColumns = DV / 2;
   static_assert(D == 64 && DV == 512, "the sums of two warpgroups are 256 columns each, rows of keys 128 bytes");
@@ -59,5 +62,20 @@ struct Shape {
   static_assert(sizeof(ItemSearch) <= kWeights && kFactsAt % 1024 == 0);
   static_assert(kBytes <= 227 * 1024);
 };
+
+// The kernel that `function` is, of this shape or of that of columns.hpp.
+template <class S>
+constexpr AttendKernel kernel_of(const void* function) {
+  return {.k = S::kKeyFormat,
+          .v = S::kValueFormat,
+          .column_tiles = S::kRows / 4,
+          .function = function,
+          .shared_bytes = {S::kBytes, S::kBytes, S::kBytes},
+          .team = S::kTeam,
+          .teams = S::kThreads / 32 / S::kTeam,
+          .kind = S::kKind,
+          .overlaps = false,
+          .unpacks_latents = S::kUnpacks};
+}
 
 }  // namespace kvant::cuda::latent

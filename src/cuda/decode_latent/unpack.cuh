@@ -120,7 +120,7 @@ struct Unpacker : Block<S> {
         scales[h][group] = scale_at(block, layout.v, group, lane() + 32 * h);
       key_scales[h] = scale_at(block, layout.k, 0, lane() + 32 * h);
     }
-    const LatentCentre latent_centre(layout, block);
+    const float latent_centre_scale = codec::has_latent_centre(layout) ? LatentCentre(layout, block).scale() : 0.0f;
     const bool is_centred = codec::is_centred(layout);
     if (is_centred) {
       const codec::SideLayout side = codec::centre_layout(layout);
@@ -153,7 +153,7 @@ struct Unpacker : Block<S> {
       bad[h] = __ballot_sync(~0u, !finite);
     }
     key_most += 32.0f * fabsf(centre_scale);                              // tq6's largest level
-    latent_most = fmaxf(latent_most, 0.5f * fabsf(latent_centre.scale));  // then a centre is below 64 units
+    latent_most = fmaxf(latent_most, 0.5f * fabsf(latent_centre_scale));  // then a centre is below 64 units
     // Levels are 2^-9, and numbers of fp8 2^-8, of what they are.
     constexpr float kOfLevels = VF == Format::fp8 ? 256.0f : 512.0f;
     const float latent_unit = unit_for(warp_max(latent_most)), key_unit = unit_for(warp_max(key_most));
@@ -179,36 +179,43 @@ struct Unpacker : Block<S> {
       take_keys(key_unit_codes, token < 32 ? a : b, is_bad, is_centred, 1.0f / key_unit);
     }
     const Constants<VF> constants = constants_of<VF>();
+    // This is what a launch waits for: without centres nothing is done for them.
+    const auto store = [&]<bool kHasCentre>(const LatentCentre& of_page) {
 #pragma unroll
-    for (int number = 0; number < kUnits; ++number) {
-      if (kAtOnce < kUnits && number == kAtOnce) load(kAtOnce);
-      store_latents(number, units[number % kAtOnce], constants, facts.ratios[stage][0], latent_centre,
-                    1.0f / latent_unit);
+      for (int number = 0; number < kUnits; ++number) {
+        if (kAtOnce < kUnits && number == kAtOnce) load(kAtOnce);
+        store_latents<kHasCentre>(number, units[number % kAtOnce], constants, facts.ratios[stage][0], of_page,
+                                  1.0f / latent_unit);
+      }
+    };
+    if (codec::has_latent_centre(layout)) {
+      store.template operator()<true>(LatentCentre(layout, block));
+    } else {
+      store.template operator()<false>({});
     }
   }
 
   // The centre of a page's latents, whose codes threads read where they need them.
   struct LatentCentre {
-    const std::byte *low = nullptr, *high = nullptr;  // planes; null: there is none
-    float scale = 0.0f;
+    const std::byte *low = nullptr, *high = nullptr, *at_scale = nullptr;
 
+    LatentCentre() = default;
     __device__ __forceinline__ LatentCentre(const codec::PageLayout& layout, const std::byte* block) {
-      if (!codec::has_latent_centre(layout)) return;
       const codec::SideLayout side = codec::latent_centre_layout(layout);
-      low = block + side.plane_offset[0], high = block + side.plane_offset[1];
-      scale = ptx::f16_to_f32(__ldg(reinterpret_cast<const unsigned short*>(block + side.scale_offset)));
+      low = block + side.plane_offset[0], high = block + side.plane_offset[1], at_scale = block + side.scale_offset;
+    }
+    __device__ __forceinline__ float scale() const {
+      return ptx::f16_to_f32(__ldg(reinterpret_cast<const unsigned short*>(at_scale)));
     }
     // Four channels, as pairs of one number, `inverse` times what they are.
     __device__ __forceinline__ void load(int channel, float inverse, std::uint32_t (&pairs)[4]) const {
-      std::uint32_t lows = 0, highs = 0;
-      if (low != nullptr) {
-        lows = __ldg(reinterpret_cast<const unsigned short*>(low + channel / 2));
-        highs = __ldg(reinterpret_cast<const unsigned char*>(high + channel / 4));
-      }
+      const std::uint32_t lows = __ldg(reinterpret_cast<const unsigned short*>(low + channel / 2)),
+                          highs = __ldg(reinterpret_cast<const unsigned char*>(high + channel / 4));
+      const float factor = scale() * inverse;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const std::uint32_t code = (lows >> 4 * i & 15u) | (highs >> 2 * i & 3u) << 4;
-        const float c = (static_cast<float>(code) - codec::level_offset(codec::kCentreFormat)) * (scale * inverse);
+        const float c = (static_cast<float>(code) - codec::level_offset(codec::kCentreFormat)) * factor;
         pairs[i] = prefill::half_of(c, false) * 0x10001u;
       }
     }
@@ -216,7 +223,7 @@ struct Unpacker : Block<S> {
 
   // Unit `number` of this thread, whose octet is that of all its units: levels, 2^-9 of each, by their scales, and the
   // centre in units. A scale's sign says that the latent has no centre.
-  template <Format VF>
+  template <bool kHasCentre, Format VF>
   __device__ __forceinline__ void store_latents(int number, const prefill::Unit<VF>& unit,
                                                 const Constants<VF>& constants, const std::uint16_t* ratios,
                                                 const LatentCentre& centre, float inverse) const {
@@ -225,9 +232,11 @@ struct Unpacker : Block<S> {
     const uint4 four =
         *reinterpret_cast<const uint4*>(ratios + (kManyScales ? number / 2 * kPageTokens : 0) + 8 * octet);
     std::uint32_t r[4] = {four.x, four.y, four.z, four.w}, has_centre[4], c[4];
+    if constexpr (kHasCentre) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) has_centre[i] = ~((r[i] >> 15 & 0x10001u) * 0xFFFFu), r[i] &= 0x7FFF7FFFu;
-    centre.load(first, inverse, c);
+      for (int i = 0; i < 4; ++i) has_centre[i] = ~((r[i] >> 15 & 0x10001u) * 0xFFFFu), r[i] &= 0x7FFF7FFFu;
+      centre.load(first, inverse, c);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       std::uint32_t pairs[8];
@@ -248,7 +257,13 @@ struct Unpacker : Block<S> {
       for (int k = 0; k < 2; ++k) {
         std::uint32_t x[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = ptx::fma_halves(pairs[4 * k + i], r[i], c[2 * half + k] & has_centre[i]);
+        for (int i = 0; i < 4; ++i) {
+          if constexpr (kHasCentre) {
+            x[i] = ptx::fma_halves(pairs[4 * k + i], r[i], c[2 * half + k] & has_centre[i]);
+          } else {
+            x[i] = ptx::multiply_halves(pairs[4 * k + i], r[i]);
+          }
+        }
         *reinterpret_cast<uint4*>(latents() + prefill::place_by_channel(first + 2 * half + k, octet)) =
             make_uint4(x[0], x[1], x[2], x[3]);
       }

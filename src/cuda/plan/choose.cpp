@@ -153,7 +153,10 @@ Status choose_latent(const PlannedWork& work, const Offers& offers, Choice& choi
     for (std::size_t i = 0; i < offers.decode.size(); ++i) {
       const DecodeOffer& one = offers.decode[i];
       if (is_named && asked != core::kDecodeKernels && asked != one.name()) continue;
-      if (const std::string why = missing_of_several(one, offers.limits); !why.empty()) {
+      std::string why = missing_of_several(one, offers.limits);
+      if (why.empty() && !one.unpacks_latents && codec::has_latent_centre(work.params.cache.encoded_layout))
+        why = fmt::format("{} kernels do not add centres of latents (v_centre)", one.name());
+      if (!why.empty()) {
         if (choice.decode < 0) missing = why;
         continue;
       }

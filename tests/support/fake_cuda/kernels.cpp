@@ -8,6 +8,7 @@
 #include "core/fmt.hpp"
 #include "cuda/decode/kernels.hpp"
 #include "cuda/decode/shape.hpp"
+#include "cuda/decode_latent/columns.hpp"
 #include "cuda/decode_latent/shape.hpp"
 #include "cuda/prefill/units.hpp"
 #include "cuda/prefill_dense/kernels.hpp"
@@ -59,18 +60,11 @@ TableEntry group_entry() {
 }
 template <Format K, Format V, int kWidth>
 TableEntry latent_entry() {
-  using S = latent::Shape<kWidth, K, V>;
-  return {kWidth,
-          {.k = K,
-           .v = V,
-           .column_tiles = S::kRows / 4,
-           .function = fake_kernel(core::kDecodeSm90, kWidth),
-           .shared_bytes = {S::kBytes, S::kBytes, S::kBytes},
-           .team = S::kThreads / 32,
-           .teams = 1,
-           .kind = DecodeKind::decode_sm90,
-           .overlaps = false,
-           .latent = true}};
+  return {kWidth, latent::kernel_of<latent::Shape<kWidth, K, V>>(fake_kernel(core::kDecodeSm90, kWidth))};
+}
+template <Format K, Format V, int kWidth, int kTiles>
+TableEntry latent_columns_entry() {
+  return {kWidth, latent::kernel_of<latent::ColumnShape<kWidth, K, V>>(fake_kernel(core::kDecodeKernels, kWidth))};
 }
 
 std::vector<AttendKernel> kernels_of_width(int width) {
