@@ -561,7 +561,8 @@ TEST(CudaChoose, Latents) {
                                 .team = 16,
                                 .teams = 1,
                                 .kind = DecodeKind::decode_sm90,
-                                .unpacks_latents = true},
+                                .unpacks_latents = true,
+                                .has_latent_centres = c.v_centre},
                                offers.limits.has_sm90()});
       offers.decode.push_back({{.k = c.k,
                                 .v = c.v,
@@ -598,7 +599,8 @@ TEST(CudaChoose, Latents) {
   EXPECT_EQ(try_latents(c, "9.0")->why, "as asked for");
   EXPECT_EQ(try_latents(c, "9.0")->kinds, "generic");
   c.kernel = "prefill";
-  EXPECT_TRUE(has(try_latents(c, "9.0").message(), "latents have the kernels decode, decode_sm90 and generic on a device"));
+  EXPECT_TRUE(
+      has(try_latents(c, "9.0").message(), "latents have the kernels decode, decode_sm90 and generic on a device"));
   c = latents;
   EXPECT_EQ(try_latents(c, "8.0")->kinds, "generic");
   EXPECT_TRUE(has(try_latents(c, "8.0")->why, "decode kernels need 208000 bytes of shared memory a block"));

@@ -27,7 +27,7 @@ KINDS = {
     ),
     "merge": r"kvant::.*\bmerge(_partials)?_kernel\b|FlashAttnFwdCombine|flash_fwd_splitkv_combine|\breduce_segments\b",
     "attention": (
-        r"kvant::.*(\w*attend|\blatent|\bprefill|\bdense|\bsplit_columns|\bunpack|\brounds|\bleft)_kernel\b"
+        r"kvant::.*(\w*attend|\blatent|\bcolumn|\bprefill|\bdense|\bsplit_columns|\bunpack|\brounds|\bleft)_kernel\b"
         r"|FlashAttnFwd|\bflash_fwd_(splitkv_)?kernel\b|\bkernel_unified_attention|\bBatch(Decode|Prefill)With|\bfmha"
     ),
     "write": r"kvant::|\breshape_and_cache",

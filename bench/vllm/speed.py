@@ -7,7 +7,7 @@
 
 A cache is vLLM's --kv-cache-dtype, perhaps followed by kvant's options as JSON; `kvant` is the plugin with exact pages,
 and `auto` vLLM's own attention. The first cache is what the others are compared with. The model has Llama-3.1-8B's
-shape; all weights are random, for only their number matters. A row is one of
+shape, or that of --shape; all weights are random, for only their number matters. A row is one of
 
     16x2048       16 requests with prompts of 2048 tokens decode together
     16x2048+3     the same with 3 drafts a step. Random weights soon repeat a token, and ngram drafts are all accepted
@@ -60,7 +60,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, vocab_size=512, max_position_embeddings=131072,
     ),
+    # DeepSeek V2 Lite's, with dense layers: latent attention
+    "latent": dict(
+        model_type="deepseek_v2", hidden_size=2048, intermediate_size=10944, num_hidden_layers=27,
+        num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=64, first_k_dense_replace=27, topk_method="greedy",
+        vocab_size=102400, max_position_embeddings=163840,
+    ),
 }  # fmt: skip
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM"}
 STEPS, TIMES = 64, 3
 SETTLED = 20  # new tokens of each request before time is taken: from there on ngram finds drafts
 PROMPT_STEP = 8192  # tokens: of the profiled prompt, and of a step at most
@@ -105,10 +113,11 @@ def rows_of(text: str) -> list[Row]:
 
 def make_model(folder: Path, shape: str) -> None:
     """A configuration; vLLM makes the weights."""
-    from transformers import LlamaConfig
+    from transformers import AutoConfig
 
-    config = LlamaConfig(**SHAPES[shape], rms_norm_eps=1e-5, tie_word_embeddings=False, dtype="bfloat16")
-    config.architectures = ["LlamaForCausalLM"]
+    usual = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "dtype": "bfloat16"}
+    config = AutoConfig.for_model(**(usual | SHAPES[shape]))
+    config.architectures = [ARCHITECTURES[config.model_type]]
     config.save_pretrained(folder)
 
 

@@ -38,10 +38,11 @@ struct AttendKernel {
   int team;                         // warps that share a page
   int teams;                        // in a block
   DecodeKind kind = DecodeKind::decode;
-  bool overlaps = true;       // launches may begin while the previous one ends
-  bool one_stage = false;     // for both sides of a page: where the usual kernel does not fit
-  bool has_producer = false;  // as many warps of a block unpack pages for the others (decode/tile_block.cuh)
-  bool unpacks_latents = false;  // to 16-bit floats, for all rows (decode_latent/kernel.cuh)
+  bool overlaps = true;             // launches may begin while the previous one ends
+  bool one_stage = false;           // for both sides of a page: where the usual kernel does not fit
+  bool has_producer = false;        // as many warps of a block unpack pages for the others (decode/tile_block.cuh)
+  bool unpacks_latents = false;     // to 16-bit floats, for all rows (decode_latent/kernel.cuh)
+  bool has_latent_centres = false;  // takes pages with these; others take pages without
   [[nodiscard]] constexpr const char* name() const { return kDecodeKinds[static_cast<int>(kind)].name; }
   [[nodiscard]] constexpr bool is_for_hopper() const { return kDecodeKinds[static_cast<int>(kind)].is_for_hopper; }
   // For several queries: faster and less exact.

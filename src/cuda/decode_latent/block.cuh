@@ -16,7 +16,7 @@ __device__ __forceinline__ void arrive_once(std::uint32_t barrier) {
   if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
 }
 
-// What a block does with its item, a part at a time.
+// A block works on its item, a part at a time.
 template <class S>
 struct Worker {
   const AttendParams& p;

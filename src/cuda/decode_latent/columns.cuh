@@ -32,7 +32,7 @@ struct Columns : Worker<S> {
   int lane, warp, g, t, team, member;
   Constants<KF> key_constants;
   Constants<VF> latent_constants;
-  float l[NT];                   // this lane's sums of weights, of rows 4 n + t
+  float l[NT];                    // this lane's sums of weights, of rows 4 n + t
   float o[2 * S::kUnits][NT][2];  // sums of channels 64 w + 32 u + 4 g + 2 i + h of warp w, tile 2 u + i
 
   __device__ Columns(const AttendParams& params, std::byte* memory)
@@ -78,7 +78,9 @@ struct Columns : Worker<S> {
     for (const float e : x) largest = fmaxf(largest, fabsf(e));
     return warp_max(largest);
   }
-  __device__ __forceinline__ static float reciprocal_of(float unit) { return unit > 1e-37f ? 1.0f / unit : 0.0f; }
+  __device__ __forceinline__ static float reciprocal_of(float unit) {
+    return unit > 1e-37f ? 1.0f / unit : 0.0f;
+  }
   // Where the operands of row r's digit lie, of a lane's register `reg` in a step.
   __device__ __forceinline__ std::byte* query_at(int step, int r, int digit, int lane_t, int reg) const {
     const int n = r / 4, of_lane = 4 * (2 * (r % 4) + digit) + lane_t;
@@ -128,8 +130,8 @@ struct Columns : Worker<S> {
       terms.latents_start = store_digits<VF>(x, reciprocal_of(of_latents), r, 0, [](int d) {
         return QueryPlace{d / 32, d % 16 / 4, d % 32 / 16 * 4 + d % 4};
       });
-      terms.keys_start = store_digits<KF>(y, reciprocal_of(of_keys), r, DV / 32,
-                                          [](int d) { return query_place<KF, D>(d); });
+      terms.keys_start =
+          store_digits<KF>(y, reciprocal_of(of_keys), r, DV / 32, [](int d) { return query_place<KF, D>(d); });
       if (lane == 0) facts.terms[r] = terms, facts.poisoned[r] = finite ? 0 : 1;
     }
   }
@@ -186,7 +188,9 @@ struct Columns : Worker<S> {
     int base, slot;
     unsigned left;
   };
-  __device__ __forceinline__ Walk begin() const { return {part().use_begin - 32, -1, 0}; }
+  __device__ __forceinline__ Walk begin() const {
+    return {part().use_begin - 32, -1, 0};
+  }
   __device__ __forceinline__ Page next(Walk& walk) const {
     while (walk.left == 0) {
       if (walk.base + 32 >= part().use_end) return {0, -1};
@@ -210,7 +214,9 @@ struct Columns : Worker<S> {
     }
     return mine;
   }
-  __device__ int page_number(const Page& page) const { return part().runs.page(page.use); }
+  __device__ int page_number(const Page& page) const {
+    return part().runs.page(page.use);
+  }
   __device__ std::byte* stage_of(int round, int page) const {
     return shared + S::kStagesAt + (round * S::kPages + page) * S::kStage;
   }
@@ -223,13 +229,12 @@ struct Columns : Worker<S> {
     const codec::PageLayout& layout = p.cache.encoded_layout;
     const std::byte* block = this->block_of(page.slot, p.cache.encoded_slot_bytes);
     const std::uint32_t to = ptx::shared_address(stage_of(round, team));
-    constexpr int kPieces = Latents::row_bytes(0) / 16;  // of an octet
+    constexpr int kPieces = Latents::row_bytes(0) / 16;  // an octet's
     static_assert(kPieces % kLanes == 0);
     const std::byte* latents = block + layout.v.plane_offset[0] + 16 * thread;
 #pragma unroll
     for (int octet = 0; octet < 8; ++octet) {
-      const std::uint32_t at = to + octet * Latents::stride(0) +
-                               ((16 * thread) ^ swap_of_row(Latents::swap(0), octet));
+      const std::uint32_t at = to + octet * Latents::stride(0) + ((16 * thread) ^ swap_of_row(Latents::swap(0), octet));
 #pragma unroll
       for (int i = 0; i < kPieces / kLanes; ++i)
         ptx::copy16<0, 0>(at + 16 * kLanes * i, latents + octet * Latents::row_bytes(0) + 16 * kLanes * i);
@@ -288,7 +293,7 @@ struct Columns : Worker<S> {
     const Constants<VF>& k = latent_constants;
     return k.sum(ptx::prmt(k.t0, table_word<VF>(1), codes), ptx::prmt(k.t2, inverted_word<VF>(1), ~codes));
   }
-  // Of four channels' words the levels of two tokens, which are byte i of each: both = 0x40 + 0x11 i.
+  // The levels of two tokens of four channels: byte i of each word. both = 0x40 + 0x11 i.
   __device__ __forceinline__ void unpack_tokens(const uint4& words, std::uint32_t both, std::uint32_t& first,
                                                 std::uint32_t& second) const {
     const std::uint32_t a = levels_of(ptx::prmt(words.x, words.y, both)),
@@ -343,8 +348,7 @@ struct Columns : Worker<S> {
         for (int h = 0; h < 2; ++h) {
           const float scale = key_scales.signed_scale(i, h);
           const int sum = 256 * c[i][n][2 * h] + (c[i][n][2 * h + 1] + terms.keys_start);
-          s[i][n][h] =
-              fmaf(static_cast<float>(sum), fabsf(scale) * terms.keys, is_negative(scale) ? 0.0f : centre[n]);
+          s[i][n][h] = fmaf(static_cast<float>(sum), fabsf(scale) * terms.keys, is_negative(scale) ? 0.0f : centre[n]);
         }
       }
     }
@@ -414,8 +418,8 @@ struct Columns : Worker<S> {
     const float4 a = reinterpret_cast<const float4*>(x)[0], b = reinterpret_cast<const float4*>(x)[1];
     return fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
   }
-  // Exponentials of scores relative to the references, and this lane's sums of them. Returns whether one is so large that
-  // references must move.
+  // Exponentials of scores relative to the references, and this lane's sums of them. Returns whether one is so large
+  // that references must move.
   template <int kTiles>
   __device__ __forceinline__ bool exponentials(const float (&s)[kTiles][NT][2], float (&e)[kTiles][NT][2],
                                                float (&sum)[NT]) const {
@@ -598,7 +602,7 @@ struct Columns : Worker<S> {
     for (int round = 0; any; round ^= 1) {
       const Page later = next_round(walk, any);
       ptx::copy_wait<0>();
-      __syncthreads();  // queries and pages are there, and the round before is done
+      __syncthreads();  // queries and pages have arrived, and the round before is done
       copy_page(later, round ^ 1);
       ptx::copy_commit();
       float s[S::kTokenTiles][NT][2], v[S::kTokenTiles][2], fold[NT];
@@ -614,7 +618,7 @@ struct Columns : Worker<S> {
         }
       }
       weigh(s, v, fold);
-      __syncthreads();  // weights are there
+      __syncthreads();  // weights have arrived
       add_latents(round, fold);
       here = later;
     }
@@ -724,7 +728,7 @@ struct Columns : Worker<S> {
       const std::byte* block = this->block_of(here.slot, p.cache.exact_slot_bytes);
       const std::byte* latents = block + layout.v.plane_offset[0];
       const int tokens = min(part().length - page_number(here) * kPageTokens, kPageTokens);
-      __syncthreads();  // queries are there, and the page before is done
+      __syncthreads();  // queries have arrived, and the page before is done
       if (threadIdx.x == 0) facts.bad[0] = facts.bad[1] = 0;
       __syncthreads();
       float s[1][NT][2], e[1][NT][2], sum[NT];

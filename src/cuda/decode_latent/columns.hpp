@@ -16,7 +16,7 @@ struct ColumnShape {
   static constexpr int kColumnTiles = 4, kRows = 4 * kColumnTiles;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr DecodeKind kKind = DecodeKind::decode;
-  static constexpr bool kUnpacks = false;
+  static constexpr bool kUnpacks = false, kHasCentres = false;
   // A round's pages, each of which a team of warps has scores of; two rounds are in shared memory.
   static constexpr int kPages = 4, kTeam = kWarps / kPages;
   static constexpr int kTokens = 8 / kTeam, kTokenTiles = 4 / kTeam;  // a lane's
@@ -27,7 +27,7 @@ struct ColumnShape {
   using Keys = StagedSide<KF, D, false>;
   using Latents = StagedSide<VF, DV, true>;
   static constexpr int kScales = 2 * kPageTokens;  // bytes of a side's
-  static constexpr int kCentre = D * 6 / 8 + 16;   // of rotary keys: codes, and a scale
+  static constexpr int kCentre = D * 6 / 8 + 16;   // rotary keys' centre: codes, and a scale
   static constexpr int kKeysAt = Latents::kBytes, kScalesAt = kKeysAt + Keys::kBytes;
   static constexpr int kCentreAt = kScalesAt + 2 * kScales, kStage = (kCentreAt + kCentre + 127) / 128 * 128;
 
@@ -45,11 +45,11 @@ struct ColumnShape {
     alignas(16) float top[kRows][kWarps];   // largest scores, then sums of weights
     alignas(16) float peak[kRows][kWarps];  // largest products of weights and scales
     alignas(16) int digits[kRows][kWarps];  // sums of weights' digits
-    std::uint32_t bad[2];  // tokens of an exact page whose vectors are not finite, by bits
+    std::uint32_t bad[2];                   // tokens of an exact page whose vectors are not finite, by bits
     int poisoned[kRows];
   };
-  // Queries: operand pairs [step][kColumnTiles / 2][32 lanes] of 16 bytes, two column tiles'. Those of exact pages have the memory
-  // of stages, too.
+  // Queries: operand pairs [step][kColumnTiles / 2][32 lanes] of 16 bytes, two column tiles'. Those of exact pages have
+  // the memory of stages, too.
   static constexpr int kStep = kColumnTiles / 2 * 512;  // bytes
   static constexpr int kQueries = (D + DV) / 32 * kStep, kExactQueries = (D + DV) / 16 * kStep;
   static constexpr int kStagesAt = kQueries, kStagesEnd = kStagesAt + 2 * kPages * kStage;

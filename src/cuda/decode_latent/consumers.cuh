@@ -55,9 +55,8 @@ struct Scores : Block<S> {
     for (int i = 0; i < kScores; ++i) {
       const int token = i / 4 * 8 + 2 * t + i % 2;
       const bool is_bad = (info.bad[token / 32] >> token % 32 & 1u) != 0;
-      copy[i] =
-          this->transform_one(this->place_of(row_at(i / 2 % 2)), std::int64_t{info.page} * kPageTokens + token,
-                              (info.flags & kSeen) != 0, is_bad ? __int_as_float(0x7FC00000) : copy[i]);
+      copy[i] = this->transform_one(this->place_of(row_at(i / 2 % 2)), std::int64_t{info.page} * kPageTokens + token,
+                                    (info.flags & kSeen) != 0, is_bad ? __int_as_float(0x7FC00000) : copy[i]);
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = copy[i];

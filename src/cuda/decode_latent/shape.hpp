@@ -22,8 +22,9 @@ struct RowFactors {
   float latents, keys;
 };
 
-// KF, VF: formats of rotary keys and of latents; 16-bit floats stand for either kind of these.
-template <int kWidth, Format KF, Format VF>
+// KF, VF: formats of rotary keys and of latents; 16-bit floats stand for either kind of these. kCentred: pages of
+// latents have centres. A launch waits for what is unpacked: other kernels do nothing for centres.
+template <int kWidth, Format KF, Format VF, bool kCentred>
 struct Shape {
   static constexpr Format kKeyFormat = KF, kValueFormat = VF;
   static constexpr bool kHasCodes = !codec::is_dense(VF);
@@ -33,7 +34,7 @@ struct Shape {
   static constexpr int kScoresRole = 0, kSumsRole = 1, kUnpackRole = 3;
   static constexpr int kThreads = 512, kConsumers = 384, kTeam = kThreads / 32;
   static constexpr DecodeKind kKind = DecodeKind::decode_sm90;
-  static constexpr bool kUnpacks = true;  // AttendKernel::unpacks_latents
+  static constexpr bool kUnpacks = true, kHasCentres = kCentred;  // unpacks_latents, has_latent_centres
   static constexpr int kScoresRegisters = 104, kSumsRegisters = 160, kUnpackRegisters = 88;
   static constexpr int kColumns = DV / 2;
   static_assert(D == 64 && DV == 512, "the sums of two warpgroups are 256 columns each, rows of keys 128 bytes");
@@ -75,7 +76,8 @@ constexpr AttendKernel kernel_of(const void* function) {
           .teams = S::kThreads / 32 / S::kTeam,
           .kind = S::kKind,
           .overlaps = false,
-          .unpacks_latents = S::kUnpacks};
+          .unpacks_latents = S::kUnpacks,
+          .has_latent_centres = S::kHasCentres};
 }
 
 }  // namespace kvant::cuda::latent

@@ -37,7 +37,8 @@ struct Unpacker : Block<S> {
     const int end = part().use_end;
 #pragma unroll 1
     for (int base = part().use_begin; base < end; base += 32) {
-      const int mine = base + lane() < end ? part().runs.page(base + lane()) : -1, slot = mine < 0 ? -1 : this->slot_of(mine);
+      const int mine = base + lane() < end ? part().runs.page(base + lane()) : -1,
+                slot = mine < 0 ? -1 : this->slot_of(mine);
 #pragma unroll 1
       for (unsigned left = __ballot_sync(~0u, slot >= 0); left != 0; left &= left - 1) {
         const int i = __ffs(static_cast<int>(left)) - 1, here = __shfl_sync(~0u, slot, i);
@@ -120,7 +121,8 @@ struct Unpacker : Block<S> {
         scales[h][group] = scale_at(block, layout.v, group, lane() + 32 * h);
       key_scales[h] = scale_at(block, layout.k, 0, lane() + 32 * h);
     }
-    const float latent_centre_scale = codec::has_latent_centre(layout) ? LatentCentre(layout, block).scale() : 0.0f;
+    float latent_centre_scale = 0.0f;
+    if constexpr (S::kHasCentres) latent_centre_scale = LatentCentre(layout, block).scale();
     const bool is_centred = codec::is_centred(layout);
     if (is_centred) {
       const codec::SideLayout side = codec::centre_layout(layout);
@@ -152,8 +154,9 @@ struct Unpacker : Block<S> {
       }
       bad[h] = __ballot_sync(~0u, !finite);
     }
-    key_most += 32.0f * fabsf(centre_scale);                              // tq6's largest level
-    latent_most = fmaxf(latent_most, 0.5f * fabsf(latent_centre_scale));  // then a centre is below 64 units
+    key_most += 32.0f * fabsf(centre_scale);  // tq6's largest level
+    if constexpr (S::kHasCentres)
+      latent_most = fmaxf(latent_most, 0.5f * fabsf(latent_centre_scale));  // then a centre is below 64 units
     // Levels are 2^-9, and numbers of fp8 2^-8, of what they are.
     constexpr float kOfLevels = VF == Format::fp8 ? 256.0f : 512.0f;
     const float latent_unit = unit_for(warp_max(latent_most)), key_unit = unit_for(warp_max(key_most));
@@ -165,7 +168,7 @@ struct Unpacker : Block<S> {
       for (int h = 0; h < 2; ++h) {
         const bool is_bad = (bad[h] >> lane() & 1u) != 0;
         facts.ratios[stage][group][lane() + 32 * h] =
-            is_bad ? std::uint16_t{0x8000} : prefill::half_of(scales[h][group] * (kOfLevels / latent_unit), false);
+            is_bad ? kBadRatio : prefill::half_of(of_levels(scales[h][group]) * (kOfLevels / latent_unit), false);
       }
     }
     if (is_centred && thread() < D) facts.centre[stage][thread()] = centre;
@@ -179,20 +182,18 @@ struct Unpacker : Block<S> {
       take_keys(key_unit_codes, token < 32 ? a : b, is_bad, is_centred, 1.0f / key_unit);
     }
     const Constants<VF> constants = constants_of<VF>();
-    // This is what a launch waits for: without centres nothing is done for them.
-    const auto store = [&]<bool kHasCentre>(const LatentCentre& of_page) {
+    const LatentCentre latent_centre = S::kHasCentres ? LatentCentre(layout, block) : LatentCentre();
 #pragma unroll
-      for (int number = 0; number < kUnits; ++number) {
-        if (kAtOnce < kUnits && number == kAtOnce) load(kAtOnce);
-        store_latents<kHasCentre>(number, units[number % kAtOnce], constants, facts.ratios[stage][0], of_page,
-                                  1.0f / latent_unit);
-      }
-    };
-    if (codec::has_latent_centre(layout)) {
-      store.template operator()<true>(LatentCentre(layout, block));
-    } else {
-      store.template operator()<false>({});
+    for (int number = 0; number < kUnits; ++number) {
+      if (kAtOnce < kUnits && number == kAtOnce) load(kAtOnce);
+      store_latents(number, units[number % kAtOnce], constants, facts.ratios[stage][0], latent_centre,
+                    1.0f / latent_unit);
     }
+  }
+  // A ratio's sign says that a latent has no centre.
+  static constexpr std::uint16_t kBadRatio = S::kHasCentres ? 0x8000 : 0;
+  __device__ __forceinline__ static float of_levels(float scale) {
+    return S::kHasCentres ? scale : fabsf(scale);
   }
 
   // The centre of a page's latents, whose codes threads read where they need them.
@@ -223,7 +224,7 @@ struct Unpacker : Block<S> {
 
   // Unit `number` of this thread, whose octet is that of all its units: levels, 2^-9 of each, by their scales, and the
   // centre in units. A scale's sign says that the latent has no centre.
-  template <bool kHasCentre, Format VF>
+  template <Format VF>
   __device__ __forceinline__ void store_latents(int number, const prefill::Unit<VF>& unit,
                                                 const Constants<VF>& constants, const std::uint16_t* ratios,
                                                 const LatentCentre& centre, float inverse) const {
@@ -232,7 +233,7 @@ struct Unpacker : Block<S> {
     const uint4 four =
         *reinterpret_cast<const uint4*>(ratios + (kManyScales ? number / 2 * kPageTokens : 0) + 8 * octet);
     std::uint32_t r[4] = {four.x, four.y, four.z, four.w}, has_centre[4], c[4];
-    if constexpr (kHasCentre) {
+    if constexpr (S::kHasCentres) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) has_centre[i] = ~((r[i] >> 15 & 0x10001u) * 0xFFFFu), r[i] &= 0x7FFF7FFFu;
       centre.load(first, inverse, c);
@@ -258,7 +259,7 @@ struct Unpacker : Block<S> {
         std::uint32_t x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if constexpr (kHasCentre) {
+          if constexpr (S::kHasCentres) {
             x[i] = ptx::fma_halves(pairs[4 * k + i], r[i], c[2 * half + k] & has_centre[i]);
           } else {
             x[i] = ptx::multiply_halves(pairs[4 * k + i], r[i]);

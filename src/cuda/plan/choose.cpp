@@ -144,7 +144,7 @@ Status choose_latent(const PlannedWork& work, const Offers& offers, Choice& choi
     return refuse_kernel(work, fmt::format("latents have the kernels {}, {} and {} on a device", core::kDecodeKernels,
                                            core::kDecodeSm90, core::kGenericKernels));
   }
-  // Of the kernels that the options name, and that the device runs, the one that takes the least time.
+  // The kernel that takes the least time, among those that the options name and the device runs.
   std::string missing = generic_only(work);
   if (!missing.empty()) {
     missing += " has no other kernel";
@@ -154,8 +154,10 @@ Status choose_latent(const PlannedWork& work, const Offers& offers, Choice& choi
       const DecodeOffer& one = offers.decode[i];
       if (is_named && asked != core::kDecodeKernels && asked != one.name()) continue;
       std::string why = missing_of_several(one, offers.limits);
-      if (why.empty() && !one.unpacks_latents && codec::has_latent_centre(work.params.cache.encoded_layout))
+      if (one.has_latent_centres != codec::has_latent_centre(work.params.cache.encoded_layout)) {
+        if (one.has_latent_centres) continue;
         why = fmt::format("{} kernels do not add centres of latents (v_centre)", one.name());
+      }
       if (!why.empty()) {
         if (choice.decode < 0) missing = why;
         continue;

@@ -58,9 +58,9 @@ template <Format K, Format V, int kWidth, int kTiles>
 TableEntry group_entry() {
   return entry_of<Group<K, V, kWidth, kTiles>>();
 }
-template <Format K, Format V, int kWidth>
+template <Format K, Format V, int kWidth, bool kCentred>
 TableEntry latent_entry() {
-  return {kWidth, latent::kernel_of<latent::Shape<kWidth, K, V>>(fake_kernel(core::kDecodeSm90, kWidth))};
+  return {kWidth, latent::kernel_of<latent::Shape<kWidth, K, V, kCentred>>(fake_kernel(core::kDecodeSm90, kWidth))};
 }
 template <Format K, Format V, int kWidth, int kTiles>
 TableEntry latent_columns_entry() {

@@ -224,9 +224,9 @@ std::string DecodeStage::explain() const {
                                             : "16-bit floats, f32 sums");
   fmt::format_to(out, "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each{}\n",
                  p.blocks, resident_, kernel_.warps(), kernel_.team, shared_bytes_,
-                 is_generic_            ? ""
+                 is_generic_               ? ""
                  : kernel_.unpacks_latents ? ", where a page is unpacked once for all rows"
-                 : kernel_.has_producer ? "; half of the warps unpack pages for the others"
+                 : kernel_.has_producer    ? "; half of the warps unpack pages for the others"
                  : kernel_.one_stage
                      ? ", a page's keys and values take turns in it"
                      : fmt::format(", where exact pages pass by {} of 4 pieces at once", p.exact_stages));
