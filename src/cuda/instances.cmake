@@ -83,7 +83,7 @@ endforeach()
 kvant_cuda_besides(group tq6/tq4 128 4,8,16)
 kvant_cuda_besides(group tq4/tq4 128 4,8,16)
 
-# Latents: up to 16 rows at once (decode_latent/columns.cuh), for devices whose blocks get 206 KiB of shared memory.
+# Latents: up to 16 rows at once (decode_latent/columns.cuh), for devices whose blocks get 203 KiB of shared memory.
 kvant_cuda_besides(latent_columns tq8/tq4 512+64 4)
 
 # kvant_cuda_unit(TEMPLATE NAME WHERE EACH): units NAME_dN.cu made from TEMPLATE, one for each head_dim and, where EACH
