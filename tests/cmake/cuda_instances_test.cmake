@@ -128,13 +128,18 @@ foreach(text "attend_entry<Format::tq6, Format::tq4, 192128, 4>()" "decode_kerne
   endif()
 endforeach()
 file(READ ${FOLDER}/latent_d512r64.cu of_latent)  # whatever pairs the option names
-foreach(text "latent_entry<Format::tq8, Format::tq4, 1064512>()" "latent_entry<Format::bf16, Format::bf16, 1064512>()"
-        "decode_kernels<1064512>()")
+foreach(text "latent_entry<Format::tq8, Format::tq4, 1064512, false>()"
+        "latent_entry<Format::tq8, Format::tq4, 1064512, true>()"
+        "latent_entry<Format::bf16, Format::bf16, 1064512, false>()"
+        "latent_columns_entry<Format::tq8, Format::tq4, 1064512, 4>()" "decode_kernels<1064512>()")
   string(FIND "${of_latent}" "${text}" at)
   if(at EQUAL -1)
     message(SEND_ERROR "latent_d512r64.cu does not have ${text}:\n${of_latent}")
   endif()
 endforeach()
+if(of_latent MATCHES "f16, 1064512, true>|attend_entry<")
+  message(SEND_ERROR "latent_d512r64.cu has entries that latents do not have:\n${of_latent}")
+endif()
 foreach(text "EACH_OF_PREFILL_DENSE\\(X\\)[^\n]* X\\(192128\\)\n" "int prefill_dense\\[\\] = {64, [^\n]*, 192128};\n"
         "EACH_OF_UNPACK\\(X\\)[^\n]* X\\(512\\)\n" "EACH_OF_LATENT\\(X\\) X\\(1064512\\)\n"
         "int attend\\[\\] = {64, [^\n]*, 192128};\n")
