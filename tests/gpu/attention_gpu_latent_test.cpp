@@ -202,7 +202,7 @@ TEST(GpuLatentShort, Explains) {
     for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
   };
   expect("", {"kernel     decode tq8/tq4, head_dim 512+64, 16 query rows at once", "latent 512, rope 64",
-              "u8 levels by s8 query digits", "(1 a multiprocessor) of 8 warps, 2 a page"});
+              "u8 levels by s8 query digits", "(1 a multiprocessor) of 8 warps, 2 a page", "exact ones do not"});
   expect("decode_sm90", {"kernel     decode_sm90 tq8/tq4, head_dim 512+64, 64 query rows at once",
                          "keys and latents decoded to f16", "(1 a multiprocessor) of 16 warps"});
 }

@@ -226,6 +226,7 @@ std::string DecodeStage::explain() const {
                  p.blocks, resident_, kernel_.warps(), kernel_.team, shared_bytes_,
                  is_generic_               ? ""
                  : kernel_.unpacks_latents ? ", where a page is unpacked once for all rows"
+                 : p.latent                ? ", through which encoded pages pass, and exact ones do not"
                  : kernel_.has_producer    ? "; half of the warps unpack pages for the others"
                  : kernel_.one_stage
                      ? ", a page's keys and values take turns in it"
