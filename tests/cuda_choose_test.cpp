@@ -552,7 +552,8 @@ TEST(CudaChoose, Latents) {
     Offers offers{.instances = instances(), .limits = device_of(is_later ? "8.0" : device).limits};
     if (is_later) offers.limits.shared_bytes = 232448;
     offers.has_decode = true;
-    if (compiled) {
+    for (const bool centred : {false, true}) {
+      if (!compiled) break;
       offers.decode.push_back({{.k = c.k,
                                 .v = c.v,
                                 .column_tiles = 16,
@@ -562,8 +563,10 @@ TEST(CudaChoose, Latents) {
                                 .teams = 1,
                                 .kind = DecodeKind::decode_sm90,
                                 .unpacks_latents = true,
-                                .has_latent_centres = c.v_centre},
+                                .has_latent_centres = centred},
                                offers.limits.has_sm90()});
+    }
+    if (compiled) {
       offers.decode.push_back({{.k = c.k,
                                 .v = c.v,
                                 .column_tiles = 4,
