@@ -216,12 +216,6 @@ struct Attend {
   __device__ __forceinline__ void transform_page(const Part& part, int slot, int k,
                                                  float (&s)[S::kTokenTiles][NT][2]) const;
 
-  __device__ static float over_tokens(float x) {  // the largest over the lanes that share a row
-#pragma unroll
-    for (int h = 4; h < 32; h *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, h));
-    return x;
-  }
-
   // The factor of the page's sums when they join the running ones, for each row and version of the probabilities.
   using Fold = float[S::kPGroups][NT];
 

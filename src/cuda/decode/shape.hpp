@@ -174,7 +174,7 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, kWidth, NT), value_dim(kWidth),
   static constexpr int kExactTeam = exact_team_warps(dims_of(kWidth)), kExactTeams = BW / kExactTeam;
   static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * DV, 64);
   // Codes of sixteen centres a team, if these cost no multiprocessor a block.
-  static constexpr int kCentreRow = (D * codec::format_bits(codec::kCentreFormat) / 8 + 2 + 15) / 16 * 16;
+  static constexpr int kCentreRow = static_cast<int>(codec::centre_bytes(D));
   static constexpr auto plan_with = [](int centres) {
     return shared_plan({
         .eight_warps = kHasEightWarps,

@@ -259,6 +259,10 @@ struct Columns : Worker<S> {
 
   // --- scores ---
 
+  // The integer, as a float, that two digits' sums of row h make; `start`: what it begins with.
+  __device__ __forceinline__ static float sum_of(const std::int32_t (&c)[4], int h, int start) {
+    return static_cast<float>(256 * c[2 * h] + (c[2 * h + 1] + start));
+  }
   // The products of all rows, in log2 units, with the centre of a page's rotary keys: that of sixteen equal keys.
   __device__ __forceinline__ void centre_scores(const std::byte* stage, float (&s)[NT]) const {
     constexpr Format kFormat = codec::kCentreFormat;
@@ -285,7 +289,7 @@ struct Columns : Worker<S> {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       const Terms& terms = facts.terms[4 * n + t];
-      s[n] = static_cast<float>(256 * c[n][0] + (c[n][1] + terms.keys_start)) * (scale * terms.keys);
+      s[n] = sum_of(c[n], 0, terms.keys_start) * (scale * terms.keys);
     }
   }
   // Levels of four codes, the nibbles of a selector.
@@ -347,8 +351,8 @@ struct Columns : Worker<S> {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float scale = key_scales.signed_scale(i, h);
-          const int sum = 256 * c[i][n][2 * h] + (c[i][n][2 * h + 1] + terms.keys_start);
-          s[i][n][h] = fmaf(static_cast<float>(sum), fabsf(scale) * terms.keys, is_negative(scale) ? 0.0f : centre[n]);
+          s[i][n][h] = fmaf(sum_of(c[i][n], h, terms.keys_start), fabsf(scale) * terms.keys,
+                            is_negative(scale) ? 0.0f : centre[n]);
         }
       }
     }
@@ -384,10 +388,8 @@ struct Columns : Worker<S> {
 #pragma unroll
       for (int i = 0; i < S::kTokenTiles; ++i) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int sum = 256 * c[i][n][2 * h] + (c[i][n][2 * h + 1] + terms.latents_start);
-          s[i][n][h] = fmaf(static_cast<float>(sum), v[i][h] * terms.latents, s[i][n][h]);
-        }
+        for (int h = 0; h < 2; ++h)
+          s[i][n][h] = fmaf(sum_of(c[i][n], h, terms.latents_start), v[i][h] * terms.latents, s[i][n][h]);
       }
     }
   }
@@ -409,11 +411,6 @@ struct Columns : Worker<S> {
 
   // --- weights ---
 
-  __device__ static float over_tokens(float x) {  // the largest over the lanes that share a row
-#pragma unroll
-    for (int h = 4; h < 32; h *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, h));
-    return x;
-  }
   __device__ __forceinline__ static float over_warps(const float (&x)[S::kWarps]) {
     const float4 a = reinterpret_cast<const float4*>(x)[0], b = reinterpret_cast<const float4*>(x)[1];
     return fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
@@ -582,10 +579,7 @@ struct Columns : Worker<S> {
 #pragma unroll
       for (int tile = 0; tile < 2 * S::kUnits; ++tile) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int sum = 256 * c[tile][n][2 * h] + (c[tile][n][2 * h + 1] + start);
-          o[tile][n][h] = fmaf(static_cast<float>(sum), fold[n], o[tile][n][h]);
-        }
+        for (int h = 0; h < 2; ++h) o[tile][n][h] = fmaf(sum_of(c[tile][n], h, start), fold[n], o[tile][n][h]);
       }
     }
   }

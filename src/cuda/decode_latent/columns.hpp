@@ -26,8 +26,8 @@ struct ColumnShape {
 
   using Keys = StagedSide<KF, D, false>;
   using Latents = StagedSide<VF, DV, true>;
-  static constexpr int kScales = 2 * kPageTokens;  // bytes of a side's
-  static constexpr int kCentre = D * 6 / 8 + 16;   // rotary keys' centre: codes, and a scale
+  static constexpr int kScales = 2 * kPageTokens;                           // bytes of a side's
+  static constexpr int kCentre = static_cast<int>(codec::centre_bytes(D));  // rotary keys'
   static constexpr int kKeysAt = Latents::kBytes, kScalesAt = kKeysAt + Keys::kBytes;
   static constexpr int kCentreAt = kScalesAt + 2 * kScales, kStage = (kCentreAt + kCentre + 127) / 128 * 128;
 

@@ -130,20 +130,12 @@ cudaError_t read_sides_back(const ReadBackParams& p, int head_dim, int multiproc
   const std::int64_t work = std::int64_t{p.items} * p.cache.kv_heads * sides;
   const auto blocks = static_cast<unsigned>(base::min(work, std::int64_t{kResident} * multiprocessors));
   const codec::PageLayout& layout = p.cache.encoded_layout;
-  if (codec::has_latent_centre(layout) && p.side[1].rows != nullptr) {
-    switch (latent_width_of({layout.k.head_dim, layout.v.head_dim})) {
+  const bool has_centres = codec::has_latent_centre(layout) && p.side[1].rows != nullptr;
+  switch (has_centres ? latent_width_of({layout.k.head_dim, layout.v.head_dim}) : head_dim) {
 #define KVANT_CASE(width) \
   case width: read_back_kernel<width><<<blocks, 32 * kWarps, 0, stream>>>(p); break;
-      KVANT_CUDA_EACH_OF_LATENT(KVANT_CASE)
-#undef KVANT_CASE
-      default: return cudaErrorInvalidValue;
-    }
-    return cudaGetLastError();
-  }
-  switch (head_dim) {
-#define KVANT_CASE(head_dim) \
-  case head_dim: read_back_kernel<head_dim><<<blocks, 32 * kWarps, 0, stream>>>(p); break;
     KVANT_CUDA_EACH_HEAD_DIM(KVANT_CASE)
+    KVANT_CUDA_EACH_OF_LATENT(KVANT_CASE)
 #undef KVANT_CASE
     default: return cudaErrorInvalidValue;
   }

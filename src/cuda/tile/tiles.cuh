@@ -92,6 +92,12 @@ struct KeyScales {
     return __any_sync(~0u, (all & 0x80008000u) != 0);
   }
 };
+// The largest over the lanes that share a row of queries: each has other tokens of it.
+__device__ __forceinline__ float over_tokens(float x) {
+#pragma unroll
+  for (int h = 4; h < 32; h *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, h));
+  return x;
+}
 __device__ __forceinline__ bool is_negative(float x) {  // -0 and NaN have a sign, too
   return __float_as_int(x) < 0;
 }
